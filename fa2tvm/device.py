@@ -1,0 +1,185 @@
+"""Where it runs: a CPU or GPU as tuning, lookup and code generation see it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fa2tvm.errors import UnsupportedProblem
+
+# (vendor, family) -> ((first model, last model, LLVM name), ...).
+# Source: LLVM's Host.cpp tables and AMD's and Intel's revision guides.
+_MICROARCHITECTURES: dict[tuple[str, int], tuple[tuple[int, int, str], ...]] = {
+    ("AuthenticAMD", 23): ((0x00, 0x2F, "znver1"), (0x30, 0xFF, "znver2")),
+    ("AuthenticAMD", 25): (
+        (0x10, 0x1F, "znver4"),
+        (0x60, 0x7F, "znver4"),
+        (0xA0, 0xAF, "znver4"),
+        (0x00, 0x5F, "znver3"),
+    ),
+    ("AuthenticAMD", 26): ((0x00, 0xFF, "znver5"),),
+    ("GenuineIntel", 6): (
+        (0x55, 0x55, "skylake-avx512"),
+        (0x6A, 0x6A, "icelake-server"),
+        (0x6C, 0x6C, "icelake-server"),
+        (0x8F, 0x8F, "sapphirerapids"),
+        (0xAD, 0xAE, "graniterapids"),
+        (0xCF, 0xCF, "emeraldrapids"),
+    ),
+}
+# What each x86-64 level needs of /proc/cpuinfo. Source: x86-64 psABI, micro-architecture levels.
+X86_64_LEVELS: dict[str, frozenset[str]] = {
+    "x86-64-v3": frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()),
+    "x86-64-v4": frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave avx512f avx512bw avx512cd avx512dq avx512vl".split()),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A compilation and tuning target.
+
+    Attributes
+    ----------
+    slug
+        Folder name of its schedules and logs, e.g. `cpu_znver4`.
+    kind
+        "llvm" or "cuda".
+    arch
+        What the code generator is told: an LLVM CPU name (`mcpu`) or an `sm_` number.
+    level
+        The coarser class that shares schedules: an x86-64 level, or the machine name.
+    features
+        CPU features that its code may use; a module is refused where one is missing.
+    cores, l1_bytes, l2_bytes, vector_bytes
+        Cores this process may use, data-cache sizes of one core, native vector width.
+    """
+
+    slug: str
+    kind: str
+    arch: str
+    level: str
+    features: tuple[str, ...]
+    cores: int
+    l1_bytes: int
+    l2_bytes: int
+    vector_bytes: int
+
+    @property
+    def lanes(self) -> int:
+        """float32 elements of one native vector."""
+        return self.vector_bytes // 4
+
+    def target(self) -> dict[str, Any]:
+        """The argument of `tvm.target.Target`."""
+        if self.kind == "llvm":
+            return {"kind": "llvm", "mcpu": self.arch}
+        return {"kind": "cuda", "arch": self.arch}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def baseline(level: str = "x86-64-v3") -> Device:
+    """The portable x86-64 device of a level: what a pack for unknown machines is compiled for.
+
+    Raises
+    ------
+    UnsupportedProblem
+        For a level that does not exist.
+    """
+    if level not in X86_64_LEVELS:
+        raise UnsupportedProblem(
+            f"level is {level!r}, but only {', '.join(X86_64_LEVELS)} exist; choose one."
+        )
+    vector_bytes = 64 if level == "x86-64-v4" else 32
+    return Device(
+        slug="cpu_" + level.replace("-", "_"),
+        kind="llvm",
+        arch=level,
+        level=level,
+        features=tuple(sorted(X86_64_LEVELS[level])),
+        cores=usable_cores(),
+        l1_bytes=32 << 10,
+        l2_bytes=256 << 10,
+        vector_bytes=vector_bytes,
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_features() -> frozenset[str]:
+    """Feature flags of this CPU as the kernel reports them; empty where it reports none."""
+    return frozenset(_cpuinfo().get("flags", "").split())
+
+
+@functools.cache
+def detect() -> Device:
+    """The CPU of this machine."""
+    info = _cpuinfo()
+    flags = cpu_features()
+    level = next(
+        (name for name in ("x86-64-v4", "x86-64-v3") if X86_64_LEVELS[name] <= flags),
+        platform.machine() or "generic",
+    )
+    name = _microarchitecture(info)
+    vector_bytes = {"x86-64-v4": 64, "x86-64-v3": 32}.get(level, 16)
+    return Device(
+        slug="cpu_" + re.sub(r"[^a-z0-9]+", "_", (name or level).lower()),
+        kind="llvm",
+        arch=name or (level if level in X86_64_LEVELS else "generic"),
+        level=level,
+        features=tuple(sorted(flags)),
+        cores=usable_cores(),
+        l1_bytes=_cache_bytes(1, 32 << 10),
+        l2_bytes=_cache_bytes(2, 256 << 10),
+        vector_bytes=vector_bytes,
+    )
+
+
+@functools.cache
+def _cpuinfo() -> dict[str, str]:
+    """Fields of the first processor in /proc/cpuinfo; empty where there is none (not Linux)."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first = path.read_text().split("\n\n", 1)[0]
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _microarchitecture(info: dict[str, str]) -> str | None:
+    """LLVM's name of this CPU, or None where the table has none."""
+    try:
+        key = (info["vendor_id"], int(info["cpu family"]))
+        model = int(info["model"])
+    except (KeyError, ValueError):
+        return None
+    for first, last, name in _MICROARCHITECTURES.get(key, ()):
+        if first <= model <= last:
+            return name
+    return None
+
+
+def _cache_bytes(level: int, default: int) -> int:
+    """Size of this core's data cache of a level, from sysfs."""
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            same_level = int((index / "level").read_text()) == level
+            kind = (index / "type").read_text().strip()
+            size = (index / "size").read_text().strip()
+        except (OSError, ValueError):
+            continue
+        if same_level and kind in ("Data", "Unified") and size.endswith("K"):
+            return int(size[:-1]) << 10
+    return default

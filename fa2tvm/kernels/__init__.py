@@ -1,0 +1,1 @@
+"""Every kernel family behind one call: `build(variant, schedule, device)` gives the TensorIR module."""
