@@ -1,0 +1,45 @@
+# `make demo` and `make test` are all that a fresh clone needs; each makes $(VENV) first.
+# PYTHON=/path/to/python3 chooses the interpreter, ARGS=... is passed on.
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test lint format bench wheel clean
+
+help:
+	@echo "make demo    tune one attention problem, export it, run it from PyTorch, compare"
+	@echo "make test    run the tests"
+	@echo "make lint    check style and types"
+	@echo "make format  apply the style"
+	@echo "make bench   measure the speed table of this machine"
+	@echo "make wheel   build wheel and sdist into dist/"
+	@echo "make clean   remove $(VENV) and everything built"
+
+$(INSTALLED): pyproject.toml constraints.txt .ci/venv
+	@.ci/venv "$(VENV)"
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(INSTALLED)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	@$(BIN)/fa2tvm bench --tag cpu $(ARGS)
+
+wheel: $(INSTALLED)
+	@$(BIN)/python -m build --no-isolation --outdir dist .
+
+clean:
+	rm -rf "$(VENV)" build dist demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
