@@ -107,3 +107,74 @@ def schedule_from_dict(family: str, pass_: PassName, decisions: dict[str, Any]) 
                 f"decision {name} is {value!r}, but it must be of type {want.__name__}; correct the record."
             )
     return cls(**decisions)
+
+
+@dataclass(frozen=True)
+class CpuForward(Schedule):
+    """Decisions of Algorithm 1 on a CPU.
+
+    Attributes
+    ----------
+    block_q, block_kv
+        Rows of Q_i (one task) and of K_j, V_j.
+    panel
+        Queries of one register tile: they lie on the vector lanes.
+    s_rows, o_rows
+        Keys of an S tile and value columns of an O tile; times `panel` floats, they stay in registers.
+    """
+
+    family: ClassVar[str] = "cpu"
+    pass_: ClassVar[PassName] = "forward"
+
+    block_q: int = 128
+    block_kv: int = 64
+    panel: int = 32
+    s_rows: int = 8
+    o_rows: int = 8
+
+    @classmethod
+    def default(cls, variant: Variant, device: Device) -> CpuForward:
+        """Two native vectors of queries a panel."""
+        return cls(panel=2 * device.lanes, s_rows=8 if device.vector_bytes >= 64 else 4,
+                   o_rows=8 if device.vector_bytes >= 64 else 4)
+
+    @classmethod
+    def choices(cls, problem: Problem, device: Device) -> dict[str, tuple[Any, ...]]:
+        """Powers of two around the caches and register files of x86-64."""
+        return {
+            "block_q": (64, 128, 256),
+            "block_kv": (32, 64, 128, 256),
+            "panel": (device.lanes, 2 * device.lanes, 4 * device.lanes),
+            "s_rows": (4, 6, 8, 12),
+            "o_rows": (4, 6, 8, 12),
+        }
+
+    def footprint(self, variant: Variant, device: Device) -> Footprint:
+        """Packed Q_i, K_j, V_j, the O_i accumulator and one S panel."""
+        keys = -(-self.block_kv // self.s_rows) * self.s_rows
+        columns = -(-variant.head_dim_v // self.o_rows) * self.o_rows
+        floats = self.block_q * (variant.head_dim_qk + columns) + keys * (
+            variant.head_dim_qk + columns + self.panel
+        )
+        vectors = -(-self.panel // device.lanes)
+        return Footprint(4 * floats, max(self.s_rows, self.o_rows) * vectors)
+
+    def reasons(self, variant: Variant, device: Device) -> list[str]:
+        """Whole vectors, whole panels, and accumulators that leave registers for the operands."""
+        reasons = []
+        if self.panel % device.lanes:
+            reasons.append(f"panel is {self.panel}, but it must be a multiple of {device.lanes} lanes.")
+        if self.block_q % self.panel:
+            reasons.append(f"block_q is {self.block_q}, but it must be a multiple of panel {self.panel}.")
+        registers = 32 if device.vector_bytes == 64 else 16
+        vectors = -(-self.panel // device.lanes)
+        used = self.footprint(variant, device).accumulator_registers + vectors + 1
+        if used > registers:
+            reasons.append(
+                f"a register tile needs {used} vector registers, but there are {registers}; "
+                "take fewer rows or a narrower panel."
+            )
+        return reasons
+
+
+SCHEDULES["cpu", "forward"] = CpuForward
