@@ -34,8 +34,29 @@ _MICROARCHITECTURES: dict[tuple[str, int], tuple[tuple[int, int, str], ...]] = {
 }
 # What each x86-64 level needs of /proc/cpuinfo. Source: x86-64 psABI, micro-architecture levels.
 X86_64_LEVELS: dict[str, frozenset[str]] = {
-    "x86-64-v3": frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()),
-    "x86-64-v4": frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave avx512f avx512bw avx512cd avx512dq avx512vl".split()),
+    "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
+    "x86-64-v4": frozenset(
+        {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
+        | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    ),
+}
+_ICE_LAKE = frozenset(
+    {"avx512ifma", "avx512vbmi", "avx512_vbmi2", "avx512_vnni"}
+    | {"avx512_bitalg", "avx512_vpopcntdq", "gfni"}
+)
+# What code for a named CPU may use beyond its level. Source: LLVM's X86.td; instructions that
+# LLVM never chooses by itself (AES, SHA, AMX) are left out.
+_BEYOND_LEVEL: dict[str, tuple[str, frozenset[str]]] = {
+    "znver1": ("x86-64-v3", frozenset({"sse4a"})),
+    "znver2": ("x86-64-v3", frozenset({"sse4a"})),
+    "znver3": ("x86-64-v3", frozenset({"sse4a"})),
+    "znver4": ("x86-64-v4", _ICE_LAKE | {"sse4a", "avx512_bf16"}),
+    "znver5": ("x86-64-v4", _ICE_LAKE | {"sse4a", "avx512_bf16", "avx_vnni"}),
+    "skylake-avx512": ("x86-64-v4", frozenset()),
+    "icelake-server": ("x86-64-v4", _ICE_LAKE),
+    "sapphirerapids": ("x86-64-v4", _ICE_LAKE | {"avx512_bf16", "avx512_fp16", "avx_vnni"}),
+    "emeraldrapids": ("x86-64-v4", _ICE_LAKE | {"avx512_bf16", "avx512_fp16", "avx_vnni"}),
+    "graniterapids": ("x86-64-v4", _ICE_LAKE | {"avx512_bf16", "avx512_fp16", "avx_vnni"}),
 }
 
 
@@ -77,7 +98,12 @@ class Device:
     def target(self) -> dict[str, Any]:
         """The argument of `tvm.target.Target`."""
         if self.kind == "llvm":
-            return {"kind": "llvm", "mcpu": self.arch}
+            target: dict[str, Any] = {"kind": "llvm", "mcpu": self.arch}
+            if self.vector_bytes == 64 and not self.arch.startswith("znver"):
+                # LLVM halves 64-byte vectors on these unless told not to; the kernels' register
+                # tiles are laid out for whole ones.
+                target["mattr"] = ["-prefer-256-bit"]
+            return target
         return {"kind": "cuda", "arch": self.arch}
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,23 +149,37 @@ def cpu_features() -> frozenset[str]:
     return frozenset(_cpuinfo().get("flags", "").split())
 
 
+def features_of(arch: str) -> frozenset[str]:
+    """CPU features that code for an LLVM CPU name may use, in the words of /proc/cpuinfo."""
+    if arch in _BEYOND_LEVEL:
+        level, beyond = _BEYOND_LEVEL[arch]
+        return X86_64_LEVELS[level] | beyond
+    return X86_64_LEVELS.get(arch, frozenset())
+
+
 @functools.cache
 def detect() -> Device:
-    """The CPU of this machine."""
-    info = _cpuinfo()
+    """The CPU of this machine.
+
+    A virtual machine may hide features of the CPU that it names; then the code generator is told
+    the level that is left.
+    """
     flags = cpu_features()
     level = next(
         (name for name in ("x86-64-v4", "x86-64-v3") if X86_64_LEVELS[name] <= flags),
         platform.machine() or "generic",
     )
-    name = _microarchitecture(info)
+    name = _microarchitecture(_cpuinfo())
+    if name is not None and not features_of(name) <= flags:
+        name = None
+    arch = name or (level if level in X86_64_LEVELS else "generic")
     vector_bytes = {"x86-64-v4": 64, "x86-64-v3": 32}.get(level, 16)
     return Device(
         slug="cpu_" + re.sub(r"[^a-z0-9]+", "_", (name or level).lower()),
         kind="llvm",
-        arch=name or (level if level in X86_64_LEVELS else "generic"),
+        arch=arch,
         level=level,
-        features=tuple(sorted(flags)),
+        features=tuple(sorted(features_of(arch))),
         cores=usable_cores(),
         l1_bytes=_cache_bytes(1, 32 << 10),
         l2_bytes=_cache_bytes(2, 256 << 10),
@@ -183,3 +223,8 @@ def _cache_bytes(level: int, default: int) -> int:
         if same_level and kind in ("Data", "Unified") and size.endswith("K"):
             return int(size[:-1]) << 10
     return default
+
+
+def cpu_model() -> str:
+    """The name that the CPU gives itself; the machine's architecture where it gives none."""
+    return _cpuinfo().get("model name") or platform.machine() or "unknown"
