@@ -1,0 +1,238 @@
+"""The yardstick: our error against float64 is at most twice that of plain PyTorch in our dtype.
+
+Compared element by element, the rule would be a lottery: a plain implementation hits many elements
+exactly by luck. Compared by one number for the whole tensor, it would be blind: the first row of a
+causal problem is as large as v, the last is an average of thousands of rows and much smaller, so
+an error of its own size would pass (BUGS C07). So every error is first divided by its *unit*: the
+size that the error of that element has if each float32 (or stored) intermediate is off by one
+relative unit. Sums of independent roundings add in quadrature, as in
+
+    O_ic = sum_j P_ij v_jc,  P_ij off by P_ij e_ij,  e_ij = |scale| |q_i| |k_j|
+    unit(O_ic) = |O_ic| + sqrt(sum_j (P_ij e_ij)^2 (v_jc - O_ic)^2).
+
+Errors in units are of one distribution over the tensor, so the plain implementation's worst one
+is a fair measure for each of ours. Three numbers are compared, each by the factor of two: the
+worst element, the worst row (root mean square over the head dim) and the worst column (over the
+sequence; it is long, so this one is sharp). Two things are forgiven on top, because in a tensor
+of few elements a plain implementation may be exact by luck: eps(dtype) / 2 of the element, the
+rounding of the stored result, and eps(float32) / 2 units, one rounding of each intermediate.
+LSE is float32 for every dtype, and so is the plain one. Nothing is tuned per case.
+
+An element whose unit is zero (a row that sees nothing) must be exactly zero, and NaN and infinity
+must be where the oracle has them and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fa2tvm import reference
+from fa2tvm.problem import Alignment
+
+NAMES = ("O", "LSE", "dQ", "dK", "dV")
+FACTOR = 2.0
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Inputs of one call, with the oracle's, the plain implementation's answer and the units.
+
+    q, k, v, dO are BSHD; dO None means forward only; dLSE [B, H, Sq] may be None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dO: torch.Tensor | None = None  # noqa: N815 - the paper's name
+    dLSE: torch.Tensor | None = None  # noqa: N815
+    softmax_scale: float | None = None
+    causal: bool = False
+    alignment: Alignment = "bottom_right"
+
+    @property
+    def scale(self) -> float:
+        return reference.resolve_scale(self.softmax_scale, self.q.shape[3])
+
+    @property
+    def causal_offset(self) -> int:
+        return reference.causal_offset(self.q.shape[1], self.k.shape[1], self.alignment)
+
+    @cached_property
+    def oracle(self) -> Tensors:
+        """The answer in float64."""
+        how: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "alignment": self.alignment,
+        }
+        q, k, v = (numpy64(x) for x in (self.q, self.k, self.v))
+        results = reference.attention(q, k, v, **how)
+        if self.dO is not None:
+            dlse = None if self.dLSE is None else numpy64(self.dLSE)
+            results += reference.attention_backward(q, k, v, numpy64(self.dO), dlse, **how)
+        return {n: torch.from_numpy(x) for n, x in zip(NAMES, results, strict=False)}
+
+    @cached_property
+    def plain(self) -> Tensors:
+        """The same by matmul, softmax and autograd in the dtype of the inputs.
+
+        `F.scaled_dot_product_attention` would not do: its CPU flash backend is wrong for some
+        legal inputs (BUGS, oracle hazard).
+        """
+        result = self._plain(self.q.dtype)
+        if self.q.dtype != torch.float32:
+            result["LSE"] = self._plain(torch.float32)["LSE"]
+        return result
+
+    def _plain(self, dtype: torch.dtype) -> Tensors:
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (self.q, self.k, self.v))
+        group = q.shape[2] // k.shape[2] if k.shape[2] else 1
+        k_all, v_all = (x.repeat_interleave(group, dim=2) for x in (k, v))
+        s = self.scale * (q.permute(0, 2, 1, 3) @ k_all.permute(0, 2, 3, 1))
+        hidden = ~self.visible()
+        blind = hidden.all(dim=1)[:, None]
+        s_masked = s.masked_fill(hidden & ~blind, -math.inf)
+        p = s_masked.softmax(dim=-1).masked_fill(blind, 0)
+        out = (p @ v_all.permute(0, 2, 1, 3)).permute(0, 2, 1, 3)
+        lse = s_masked.logsumexp(dim=-1).masked_fill(blind[:, 0], -math.inf)
+        results = [out, lse]
+        if self.dO is not None:
+            loss = (out * self.dO.to(dtype)).sum()
+            if self.dLSE is not None:
+                seen = lse.masked_fill(blind[:, 0], 0)
+                loss = loss + (seen * self.dLSE.to(dtype)).sum()
+            results += torch.autograd.grad(loss, (q, k, v))
+        return {n: x.detach() for n, x in zip(NAMES, results, strict=False)}
+
+    def visible(self) -> torch.Tensor:
+        """Which key (column) each query row sees, bool [Sq, Sk]."""
+        seq_q, seq_kv = self.q.shape[1], self.k.shape[1]
+        if not self.causal:
+            return torch.ones(seq_q, seq_kv, dtype=torch.bool)
+        i, j = torch.arange(seq_q)[:, None], torch.arange(seq_kv)[None, :]
+        return j <= i + self.causal_offset
+
+    @cached_property
+    def units(self) -> Tensors:
+        """The size of one relative unit of error in each element, float64; see the module."""
+        result = {n: x.abs() for n, x in self.oracle.items()}
+        group = self.q.shape[2] // self.k.shape[2] if self.k.shape[2] else 1
+        squares = {n: torch.zeros_like(x) for n, x in result.items()}
+        for b in range(self.q.shape[0]):
+            for h in range(self.q.shape[2]):
+                self._add_units(result, squares, b, h, h // group)
+        return {n: result[n] + squares[n].sqrt() for n in result}
+
+    def _add_units(self, linear: Tensors, squares: Tensors, b: int, h: int, hk: int) -> None:
+        q, k, v = (x.double() for x in (self.q[b, :, h], self.k[b, :, hk], self.v[b, :, hk]))
+        out, lse = self.oracle["O"][b, :, h], self.oracle["LSE"][b, h]
+        seen = lse > -math.inf
+        s = (self.scale * (q @ k.T)).masked_fill(~self.visible(), -math.inf)
+        p = (s - lse.where(seen, 0)[:, None]).exp() * seen[:, None]
+        e = abs(self.scale) * q.norm(dim=1)[:, None] * k.norm(dim=1)[None, :]
+        pe2 = (p * e) ** 2
+        spread = pe2 @ v**2 - 2 * out * (pe2 @ v) + out**2 * pe2.sum(dim=1, keepdim=True)
+        squares["O"][b, :, h] = spread.clamp(min=0)
+        linear["LSE"][b, h] += seen
+        squares["LSE"][b, h] = pe2.sum(dim=1)
+        if self.dO is None:
+            return
+        # Backward recomputes P from LSE, whose own rounding all keys of a row share.
+        log_size = lse.where(seen, 0).abs()[:, None] + 1
+        do = self.dO[b, :, h].double()
+        delta_error = (do.norm(dim=1) * out.norm(dim=1))[:, None]
+        dp = do @ v.T
+        delta = (do * out).sum(dim=1, keepdim=True)
+        if self.dLSE is not None:
+            delta = delta - self.dLSE[b, h].double()[:, None]
+        ds = p * ((e + log_size) * (dp - delta).abs() + do.norm(dim=1)[:, None] * v.norm(dim=1))
+        scale2 = self.scale**2
+        linear["dQ"][b, :, h] *= log_size
+        linear["dQ"][b, :, h] += abs(self.scale) * delta_error * (p @ k).abs()
+        squares["dQ"][b, :, h] = scale2 * (ds**2 @ k**2)
+        squares["dK"][b, :, hk] += scale2 * ((ds + p * delta_error) ** 2).T @ q**2
+        squares["dV"][b, :, hk] += ((p * (e + log_size)) ** 2).T @ do**2
+
+    def check(self, ours: Mapping[str, torch.Tensor]) -> None:
+        """Hold each of our results to the yardstick."""
+        for name, x in ours.items():
+            oracle = self.oracle[name]
+            assert x.shape == oracle.shape, f"{name} has shape {x.shape}, not {oracle.shape}"
+            want = torch.float32 if name == "LSE" else self.q.dtype
+            assert x.dtype == want, f"{name} has dtype {x.dtype}, not {want}"
+            assert_within_yardstick(name, x, self.plain[name], oracle, self.units[name])
+
+
+def assert_within_yardstick(
+    name: str,
+    ours: torch.Tensor,
+    plain: torch.Tensor,
+    oracle: torch.Tensor,
+    unit: torch.Tensor,
+) -> None:
+    """Raise AssertionError where `ours` is worse than twice `plain`, in the sense of this module.
+
+    All four have one shape; rows run along the last dim, columns along the sequence: dim 1 of
+    BSHD, the last of LSE.
+    """
+    if not ours.numel():
+        return
+    finite = oracle.isfinite()
+    same = ours.double().eq(oracle) | (ours.isnan() & oracle.isnan())
+    _refuse(name, "must be as the oracle", ~finite & ~same, ours, oracle)
+    _refuse(name, "must be finite", finite & ~ours.isfinite(), ours, oracle)
+    zero = finite & (unit == 0)
+    _refuse(name, "must be exactly zero", zero & (ours != 0), ours, oracle)
+    measured = finite & ~zero
+    # Half a unit in the last place, which is half the smallest subnormal near zero.
+    dtype = torch.finfo(ours.dtype)
+    rounding = oracle.abs().clamp(min=dtype.smallest_normal) * dtype.eps / 2
+    error = ((ours.double() - oracle).abs() - rounding).clamp(min=0) / unit
+    error = error.where(measured, 0)
+    plain_error = (plain.double() - oracle).abs() / unit
+    plain_error = plain_error.where(measured & plain.isfinite(), 0)
+    floor = torch.finfo(torch.float32).eps / 2
+    # LSE is [B, H, Sq], so that its row is the element itself.
+    sequence, row = (2, None) if name == "LSE" else (1, 3)
+    for what, dim in (("element", None), ("row", row), ("column", sequence)):
+        got, allowed = _worst(error, dim), FACTOR * _worst(plain_error, dim).max().item() + floor
+        if got.max() > allowed:
+            where = _index(got)
+            raise AssertionError(
+                f"{name}: {what} {where} is off by {got.max():.3g} units, but plain "
+                f"{str(plain.dtype).removeprefix('torch.')} allows {allowed:.3g}; "
+                f"{int((got > allowed).sum())} of {got.numel()} are too far off"
+            )
+
+
+def _worst(error: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """Root mean square along a dim, or the elements themselves."""
+    return error if dim is None else error.square().mean(dim=dim).sqrt()
+
+
+def _refuse(
+    name: str, rule: str, wrong: torch.Tensor, ours: torch.Tensor, oracle: torch.Tensor
+) -> None:
+    if wrong.any():
+        where = _index(wrong.int())
+        raise AssertionError(
+            f"{name}{list(where)} is {ours[where].item()}, the oracle {oracle[where].item()}: "
+            f"it {rule} ({int(wrong.sum())} such elements of {wrong.numel()})"
+        )
+
+
+def _index(x: torch.Tensor) -> tuple[int, ...]:
+    """Where the largest element is."""
+    return tuple(int(i) for i in torch.unravel_index(x.argmax(), x.shape))
+
+
+def numpy64(x: torch.Tensor) -> Any:
+    """A float64 numpy copy of a tensor of any dtype."""
+    return x.detach().double().numpy()
