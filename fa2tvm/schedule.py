@@ -64,6 +64,11 @@ class Schedule:
         return asdict(self)
 
 
+def _vector_registers(device: Device) -> int:
+    """Architectural vector registers: AVX-512 has 32, narrower x86 vectors 16."""
+    return 32 if device.vector_bytes == 64 else 16
+
+
 SCHEDULES: dict[tuple[str, PassName], type[Schedule]] = {}
 
 
@@ -178,3 +183,128 @@ class CpuForward(Schedule):
 
 
 SCHEDULES["cpu", "forward"] = CpuForward
+
+
+@dataclass(frozen=True)
+class CpuBackward(Schedule):
+    """Decisions of Algorithm 2 on a CPU.
+
+    Attributes
+    ----------
+    block_q, block_kv
+        Rows of Q_i and of K_j.
+    lanes
+        float32 elements of the vectors that the code uses.
+    vectors
+        Vectors of a register tile, at most.
+    score_rows, kv_rows, q_rows
+        Rows of a register tile of S and dP, of dK and dV, and of dQ.
+    """
+
+    family: ClassVar[str] = "cpu"
+    pass_: ClassVar[PassName] = "backward"
+
+    block_q: int = 64
+    block_kv: int = 64
+    lanes: int = 8
+    vectors: int = 2
+    score_rows: int = 4
+    kv_rows: int = 4
+    q_rows: int = 4
+
+    @classmethod
+    def default(cls, variant: Variant, device: Device) -> CpuBackward:
+        """Square blocks; register tiles of 4 x 4 vectors where there are 32 registers, else 4 x 2."""
+        if _vector_registers(device) < 32:
+            return cls(lanes=device.lanes)
+        return cls(lanes=device.lanes, vectors=4)
+
+    @classmethod
+    def choices(cls, problem: Problem, device: Device) -> dict[str, tuple[Any, ...]]:
+        """Blocks that a first- and second-level cache hold, and register tiles around the optimum."""
+        rows = (4, 8) if _vector_registers(device) < 32 else (4, 8, 16)
+        return {
+            "block_q": (32, 64, 128),
+            "block_kv": (32, 64, 128),
+            "lanes": (device.lanes,),
+            "vectors": (1, 2, 3) if _vector_registers(device) < 32 else (1, 2, 3, 4, 5, 6),
+            "score_rows": rows,
+            "kv_rows": rows,
+            "q_rows": rows,
+        }
+
+    def tile_vectors(self, width: int) -> int:
+        """Vectors of a register tile over `width` columns: as even as `vectors` allows."""
+        n = -(-width // self.lanes)
+        return -(-n // -(-n // self.vectors))
+
+    def padded(self, width: int) -> int:
+        """`width` columns rounded up to whole register tiles."""
+        tile = self.tile_vectors(width) * self.lanes
+        return -(-width // tile) * tile
+
+    def tiles(self, variant: Variant) -> dict[str, tuple[int, int]]:
+        """(rows, vectors) of the register tile of each of the five products."""
+        score = (self.score_rows, self.tile_vectors(self.block_kv))
+        d, dv = self.tile_vectors(variant.head_dim_qk), self.tile_vectors(variant.head_dim_v)
+        return {
+            "S": score,
+            "dP": score,
+            "dV": (self.kv_rows, dv),
+            "dK": (self.kv_rows, d),
+            "dQ": (self.q_rows, d),
+        }
+
+    def workspace_floats(self, problem: Problem, splits: int) -> int:
+        """float32 elements of scratch: L and D of every row, and one dQ for each split."""
+        s = problem.shape
+        rows = -(-s.seq_q // self.block_q) * self.block_q
+        return s.batch * s.heads_q * rows * (2 + splits * self.padded(problem.variant.head_dim_qk))
+
+    def splits(self, problem: Problem, threads: int) -> int:
+        """Pieces of a head's key range so that equal contiguous chunks of the tasks feed all threads."""
+        s = problem.shape
+        heads = s.batch * s.heads_kv
+        n_blocks = -(-s.seq_kv // self.block_kv)
+        best, best_load = 1, float("inf")
+        for splits in range(1, max(1, min(threads, n_blocks)) + 1):
+            tasks = heads * splits
+            load = -(-tasks // threads) / max(1, tasks)
+            # A split costs a dQ of its own: take one more only for a tenth of the time.
+            if load < 0.9 * best_load:
+                best, best_load = splits, load
+        return best
+
+    def footprint(self, variant: Variant, device: Device) -> Footprint:
+        """The packed blocks of both sides, their gradients, and S, P, dP, dS."""
+        d, dv = self.padded(variant.head_dim_qk), self.padded(variant.head_dim_v)
+        floats = self.block_q * (d + dv) + self.block_kv * (3 * d + 2 * dv) + 4 * self.block_q * self.block_kv
+        registers = max(rows * vectors for rows, vectors in self.tiles(variant).values())
+        return Footprint(4 * floats, registers)
+
+    def reasons(self, variant: Variant, device: Device) -> list[str]:
+        """Whole register tiles, and accumulators that leave registers for the operands."""
+        reasons = []
+        if self.lanes > device.lanes:
+            reasons.append(f"lanes is {self.lanes}, but the device has {device.lanes}.")
+        if self.padded(self.block_kv) != self.block_kv:
+            reasons.append(
+                f"block_kv is {self.block_kv}, but it must be a multiple of "
+                f"{self.tile_vectors(self.block_kv)} vectors of {self.lanes} lanes."
+            )
+        for block, rows in (("block_q", "score_rows"), ("block_q", "q_rows"), ("block_kv", "kv_rows")):
+            if getattr(self, block) % getattr(self, rows):
+                reasons.append(
+                    f"{block} is {getattr(self, block)}, but it must be a multiple of "
+                    f"{rows} {getattr(self, rows)}."
+                )
+        used = max(rows * vectors + vectors + 1 for rows, vectors in self.tiles(variant).values())
+        if used > _vector_registers(device):
+            reasons.append(
+                f"a register tile needs {used} vector registers, but there are "
+                f"{_vector_registers(device)}; take fewer rows or vectors."
+            )
+        return reasons
+
+
+SCHEDULES["cpu", "backward"] = CpuBackward
