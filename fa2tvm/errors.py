@@ -27,3 +27,7 @@ class CompileFailed(Fa2tvmError, RuntimeError):
 
 class StaleModule(Fa2tvmError, RuntimeError):
     """A stored module does not match its checksum, its versions or this machine."""
+
+
+class JobBusy(Fa2tvmError, RuntimeError):
+    """Another process tunes in the same folder."""

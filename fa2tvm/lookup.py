@@ -1,0 +1,203 @@
+"""Problem and Device to Schedule: the tuned record that applies, or the family's default."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fa2tvm.device import Device
+from fa2tvm.errors import InfeasibleSchedule, UnsupportedProblem
+from fa2tvm.problem import Problem
+from fa2tvm.records import Record, program_version, read_records, tuning_key, versions
+from fa2tvm.schedule import Schedule, schedule_class, schedule_from_dict
+
+Origin = Literal[
+    "explicit", "user overlay", "shipped for this device", "shipped for this arch", "default"
+]
+# Families by kind of device, the fastest first.
+FAMILIES: dict[str, tuple[str, ...]] = {"llvm": ("cpu",)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer of `lookup`.
+
+    Attributes
+    ----------
+    family, schedule
+        What to build.
+    origin
+        The step that gave it.
+    record
+        The tuned record behind it; None for an explicit or a default schedule.
+    notes
+        One sentence for each stored record of this variant that did not apply.
+    """
+
+    family: str
+    schedule: Schedule
+    origin: Origin
+    record: Record | None = None
+    notes: tuple[str, ...] = ()
+
+
+def home() -> Path:
+    """The user's folder ($FA2TVM_HOME, else ~/.fa2tvm): cache, schedules and tuning logs."""
+    return Path(os.environ.get("FA2TVM_HOME") or Path("~/.fa2tvm").expanduser())
+
+
+@functools.cache
+def shipped_root() -> Path:
+    """The folder that holds the shipped `schedules` and `tuning_logs`.
+
+    In a wheel it is the package; in a checkout (editable or bare) it is the folder above.
+    """
+    package = Path(__file__).resolve().parent
+    if (package / "schedules").is_dir():
+        return package
+    return package.parent
+
+
+def family_for(device: Device) -> str:
+    """The fastest kernel family of a device.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Where no family can run on it.
+    """
+    if device.kind not in FAMILIES:
+        raise UnsupportedProblem(
+            f"device is of kind {device.kind!r}, but kernels exist only for "
+            f"{', '.join(FAMILIES)}; choose another device."
+        )
+    return FAMILIES[device.kind][0]
+
+
+def lookup(
+    problem: Problem,
+    device: Device,
+    explicit: Schedule | dict[str, Any] | None = None,
+    family: str | None = None,
+) -> Found:
+    """The schedule of a problem on a device, and the step that gave it. Never tunes.
+
+    Parameters
+    ----------
+    explicit
+        A schedule, or its decisions, that the caller insists on.
+    family
+        The kernel family; the device's fastest by default.
+
+    Raises
+    ------
+    InfeasibleSchedule
+        Where the explicit schedule does not fit, or not even the default does.
+    UnsupportedProblem
+        Where no family runs on the device.
+    """
+    variant = problem.variant
+    if explicit is not None:
+        if isinstance(explicit, Schedule):
+            schedule = explicit
+        else:
+            schedule = schedule_from_dict(family or family_for(device), variant.pass_, explicit)
+        schedule.require_feasible(variant, device)
+        return Found(schedule.family, schedule, "explicit")
+    family = family or family_for(device)
+    notes: list[str] = []
+    for origin, path in _steps(problem, device):
+        for record in _nearest(_load(path), problem, family):
+            reason = _why_not(record, problem, device)
+            if reason is None:
+                return Found(family, record.schedule(), origin, record, tuple(notes))
+            notes.append(f"{path}: {record.problem.name} was passed over, {reason}.")
+    default = schedule_class(family, variant.pass_).default(variant, device)
+    default.require_feasible(variant, device)
+    return Found(family, default, "default", None, tuple(notes))
+
+
+def stored_records(device: Device) -> Iterator[tuple[Origin, Record]]:
+    """Every stored record that a lookup on the device may meet, in lookup order."""
+    for pass_ in ("forward", "backward"):
+        for origin, path in _paths(pass_, device):
+            for record in _load(path):
+                yield origin, record
+
+
+def _steps(problem: Problem, device: Device) -> Iterator[tuple[Origin, Path]]:
+    return _paths(problem.variant.pass_, device)
+
+
+def _paths(pass_: str, device: Device) -> Iterator[tuple[Origin, Path]]:
+    """Record files of a pass in the order of lookup."""
+    name = f"{pass_}.jsonl"
+    yield "user overlay", home() / "schedules" / device.slug / name
+    shipped = shipped_root() / "schedules"
+    yield "shipped for this device", shipped / device.slug / name
+    if shipped.is_dir():
+        for folder in sorted(shipped.iterdir()):
+            if folder.name != device.slug:
+                yield "shipped for this arch", folder / name
+
+
+def _nearest(records: tuple[Record, ...], problem: Problem, family: str) -> list[Record]:
+    """Records of the same variant and length class, the most similar sizes first."""
+    same = [
+        record
+        for record in records
+        if record.family == family
+        and record.problem.variant == problem.variant
+        and record.problem.length_class == problem.length_class
+    ]
+    return sorted(same, key=lambda record: _distance(record.problem, problem))
+
+
+def _distance(a: Problem, b: Problem) -> float:
+    """How unlike two problems of one variant are: octaves of work per size."""
+    pairs = (
+        (a.shape.batch * a.shape.heads_q, b.shape.batch * b.shape.heads_q),
+        (a.shape.seq_q, b.shape.seq_q),
+        (a.shape.seq_kv, b.shape.seq_kv),
+        (a.shape.group, b.shape.group),
+    )
+    return sum(abs(math.log2((1 + x) / (1 + y))) for x, y in pairs)
+
+
+def _why_not(record: Record, problem: Problem, device: Device) -> str | None:
+    """Why a record of this variant does not apply here, or None where it does."""
+    if record.device["kind"] != device.kind or record.device["level"] != device.level:
+        return f"it was measured on {record.device['slug']} ({record.device['level']})"
+    program = program_version(record.family, problem.variant.pass_)
+    slug = record.device["slug"]
+    if record.key != tuning_key(problem, record.family, slug, program, versions()):
+        return "it was measured with another version of the kernel or of TVM"
+    try:
+        schedule = record.schedule()
+    except InfeasibleSchedule as error:
+        return str(error).rstrip(".")
+    reasons = schedule.reasons(problem.variant, device)
+    return f"its schedule does not fit here ({reasons[0]})" if reasons else None
+
+
+def _load(path: Path) -> tuple[Record, ...]:
+    """Records of a file, parsed again only when the file has changed."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return ()
+    return _parse(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(path: Path, mtime_ns: int, size_bytes: int) -> tuple[Record, ...]:
+    records, complaints = read_records(path)
+    for complaint in complaints:
+        warnings.warn(complaint, RuntimeWarning, stacklevel=4)
+    return tuple(records)

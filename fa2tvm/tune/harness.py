@@ -1,0 +1,277 @@
+"""Inside the runner's worker: one module against the oracle, then against the clock."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fa2tvm import launch, reference
+from fa2tvm.compile import Module, load
+from fa2tvm.problem import Problem, Shape, Variant
+from fa2tvm.records import problem_from_dict
+
+# The yardstick of BUGS.md: twice the error of a plain implementation in the same dtype.
+YARDSTICK = 2.0
+# Absolute part of the yardstick, relative to the largest value; covers plain results that are exact.
+FLOOR = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# A timed round lasts at least this long, so that the clock and the launch do not matter.
+ROUND_SECONDS = 0.02
+MAX_CALLS = 200
+# A tensor's rows are surrounded by this many rows of NaN (inputs) or of a guard value (outputs).
+_MARGIN = 3
+_GUARD = 12345.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One awkward call: sizes, scale and causal offset (bottom right)."""
+
+    shape: Shape
+    softmax_scale: float
+    seed: int
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer `check` (an empty answer means right) or `time` (`us`)."""
+    module = _module(request["path"])
+    problem = problem_from_dict(request["problem"])
+    if request["do"] == "check":
+        reason = check(module, request["seed"])
+        return {"error": "wrong", "reason": reason} if reason else {}
+    return {"us": timed(module, problem, request["seed"], warm_up=request["warm_up"])}
+
+
+@functools.lru_cache(maxsize=32)
+def _module(path: str) -> Module:
+    return load(Path(path))
+
+
+def awkward_cases(module: Module) -> list[Case]:
+    """Sizes around the schedule's blocks: several blocks with a tail, GQA, rows that see nothing."""
+    block_q = min(getattr(module.schedule, "block_q", 64), 128)
+    block_kv = min(getattr(module.schedule, "block_kv", 64), 256)
+    return [
+        Case(Shape(2, 4, 2, 2 * block_q + 3, 2 * block_kv + 5), 0.31, 1),
+        Case(Shape(1, 2, 1, block_q + 29, block_kv // 2 + 7), -0.2, 2),
+        Case(Shape(1, 3, 1, 1, block_kv + 1), 0.5, 3),
+    ]
+
+
+def check(module: Module, seed: int) -> str | None:
+    """Why a module is wrong, or None; every case runs twice on poisoned memory.
+
+    Inputs sit in NaN surroundings and are compared with a copy afterwards; outputs and workspace
+    start as NaN, and the memory around a caller's output must stay as it was.
+    """
+    torch.use_deterministic_algorithms(True)  # with it torch.empty is filled with NaN
+    try:
+        for case in awkward_cases(module):
+            for attempt in ("first", "second"):
+                reason = _check_case(module, case, seed)
+                if reason:
+                    return f"{attempt} call at {case.shape}: {reason}"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return None
+
+
+def _check_case(module: Module, case: Case, seed: int) -> str | None:
+    expected = _expected(module.variant, case, seed)
+    tensors = {name: _in_nan(x) for name, x in inputs(module.variant, case.shape, seed).items()}
+    before = {name: x.clone() for name, x in tensors.items()}
+    got, damage = _run_guarded(module, tensors, case)
+    if damage:
+        return damage
+    for name, x in tensors.items():
+        if not torch.equal(x, before[name]):
+            return f"input {name} was changed"
+    for name, value in got.items():
+        reason = _beyond_yardstick(name, value, *expected[name])
+        if reason:
+            return reason
+    return None
+
+
+def inputs(variant: Variant, shape: Shape, seed: int) -> Tensors:
+    """Random q, k, v (BSHD) and, for a backward, dout; seeded."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, variant.dtype)
+    s = shape
+    sizes = {
+        "q": (s.batch, s.seq_q, s.heads_q, variant.head_dim_qk),
+        "k": (s.batch, s.seq_kv, s.heads_kv, variant.head_dim_qk),
+        "v": (s.batch, s.seq_kv, s.heads_kv, variant.head_dim_v),
+    }
+    if variant.pass_ == "backward":
+        sizes["dout"] = (s.batch, s.seq_q, s.heads_q, variant.head_dim_v)
+    return {name: torch.randn(n, generator=generator).to(dtype) for name, n in sizes.items()}
+
+
+def _in_nan(x: torch.Tensor) -> torch.Tensor:
+    """The same values as a view whose neighbours in memory are NaN."""
+    b, s, h, d = x.shape
+    room = x.new_full((b, s + 2 * _MARGIN, h + 1, d + 1), float("nan"))
+    view = room[:, _MARGIN : _MARGIN + s, :h, :d]
+    view.copy_(x)
+    return view
+
+
+def _run_guarded(module: Module, x: Tensors, case: Case) -> tuple[Tensors, str | None]:
+    """Run one call into guarded outputs; the second value says which guard was overwritten."""
+    offset = case.shape.seq_kv - case.shape.seq_q
+    if module.variant.pass_ == "backward":
+        return _run_backward(module, x, case, offset), None
+    b, s, h, _ = x["q"].shape
+    room = x["q"].new_full((b, s + 2 * _MARGIN, h + 1, module.variant.head_dim_v + 1), _GUARD)
+    out = room[:, _MARGIN : _MARGIN + s, :h, : module.variant.head_dim_v]
+    out.fill_(float("nan"))
+    out, lse = launch.forward(module, x["q"], x["k"], x["v"], case.softmax_scale, offset, out=out)
+    result = out.clone()
+    out.fill_(_GUARD)
+    intact = bool((room == torch.tensor(_GUARD, dtype=room.dtype)).all())
+    damage = None if intact else "memory outside the output was written"
+    return {"O": result, "LSE": lse}, damage
+
+
+def _run_backward(module: Module, x: Tensors, case: Case, offset: int) -> Tensors:
+    out, lse = _forward_reference(module.variant, x, case)
+    dlse = torch.ones_like(lse)
+    grads = launch.backward(
+        module, x["q"], x["k"], x["v"], out, lse, x["dout"], dlse, case.softmax_scale, offset
+    )
+    return {name: grad for name, grad in zip(("dQ", "dK", "dV"), grads, strict=True) if grad is not None}
+
+
+def _forward_reference(variant: Variant, x: Tensors, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """O in the storage type and LSE in float32, from the float64 oracle."""
+    q, k, v = (x[name].double().numpy() for name in ("q", "k", "v"))
+    out, lse = reference.attention(q, k, v, case.softmax_scale, variant.causal)
+    return torch.from_numpy(out).to(x["q"].dtype), torch.from_numpy(lse).float()
+
+
+@functools.lru_cache(maxsize=32)
+def _expected(
+    variant: Variant, case: Case, seed: int
+) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Oracle and plain same-dtype result of every output."""
+    x = inputs(variant, case.shape, seed)
+    exact = {name: t.double().numpy() for name, t in x.items()}
+    scale, causal = case.softmax_scale, variant.causal
+    if variant.pass_ == "forward":
+        oracle = dict(
+            zip(
+                ("O", "LSE"),
+                reference.attention(exact["q"], exact["k"], exact["v"], scale, causal),
+                strict=True,
+            )
+        )
+    else:
+        dlse = np.ones((case.shape.batch, case.shape.heads_q, case.shape.seq_q))
+        grads = reference.attention_backward(
+            exact["q"], exact["k"], exact["v"], exact["dout"], dlse, scale, causal
+        )
+        oracle = dict(zip(("dQ", "dK", "dV"), grads, strict=True))
+    plain = _plain(variant, x, case)
+    return {name: (value, plain[name].double().numpy()) for name, value in oracle.items()}
+
+
+def _plain(variant: Variant, x: Tensors, case: Case) -> Tensors:
+    """Textbook attention in the storage type, with torch's autograd."""
+    needs_grad = variant.pass_ == "backward"
+    q, k, v = (x[name].clone().requires_grad_(needs_grad) for name in ("q", "k", "v"))
+    group = case.shape.group
+    queries = q.transpose(1, 2)
+    keys = k.repeat_interleave(group, 2).transpose(1, 2)
+    values = v.repeat_interleave(group, 2).transpose(1, 2)
+    s = queries @ keys.mT * case.softmax_scale
+    n_q, n_k = s.shape[-2:]
+    blind = torch.zeros(n_q, 1, dtype=torch.bool)
+    if variant.causal:
+        hidden = torch.arange(n_k) > torch.arange(n_q)[:, None] + (n_k - n_q)
+        blind = hidden.all(1, keepdim=True)
+        # A finite fill in rows that see nothing: autograd through a row of -inf gives NaN.
+        s = s.masked_fill(hidden & ~blind, float("-inf"))
+    lse = s.float().logsumexp(-1).masked_fill(blind.squeeze(1), float("-inf"))
+    p = s.softmax(-1).masked_fill(blind, 0.0)
+    out = (p @ values).transpose(1, 2)
+    if not needs_grad:
+        return {"O": out, "LSE": lse}
+    seen_lse = s.float().logsumexp(-1).masked_fill(blind.squeeze(1), 0.0)
+    ((out * x["dout"]).float().sum() + seen_lse.sum()).backward()
+    grads = {"dQ": q.grad, "dK": k.grad, "dV": v.grad}
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def _beyond_yardstick(
+    name: str, got: torch.Tensor, oracle: np.ndarray[Any, Any], plain: np.ndarray[Any, Any]
+) -> str | None:
+    """Why one output is wrong: the worst element of all, against twice the plain error."""
+    value = got.double().numpy()
+    finite = np.isfinite(oracle)
+    if not np.array_equal(value[~finite], oracle[~finite], equal_nan=True):
+        return f"{name} is not {oracle[~finite].flat[0]} where it must be"
+    error = np.abs(value - oracle)[finite]
+    largest = float(np.abs(oracle[finite]).max(initial=0.0))
+    plain_error = float(np.abs(plain - oracle)[finite].max(initial=0.0))
+    limit = YARDSTICK * plain_error + FLOOR[_storage(got, name)] * max(largest, 1.0)
+    worst = float(error.max(initial=0.0)) if not np.isnan(error).any() else float("nan")
+    if worst <= limit:
+        return None
+    return f"{name} is off by {worst:.3g}, but {limit:.3g} is allowed"
+
+
+def _storage(got: torch.Tensor, name: str) -> torch.dtype:
+    return torch.float32 if name == "LSE" else got.dtype
+
+
+@functools.lru_cache(maxsize=2)
+def _timing_inputs(problem: Problem, seed: int) -> Tensors:
+    """Inputs at the problem's own sizes; a backward also gets out, lse and dlse."""
+    x = inputs(problem.variant, problem.shape, seed)
+    if problem.variant.pass_ == "backward":
+        q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
+        s = problem.shape
+        x["out"] = torch.zeros(x["dout"].shape, dtype=x["dout"].dtype)
+        # Any finite row sum does for timing: the cost does not depend on the values.
+        x["lse"] = torch.full((s.batch, s.heads_q, s.seq_q), 8.0)
+    return x
+
+
+def timed(module: Module, problem: Problem, seed: int, warm_up: bool) -> float:
+    """Microseconds of one call: the first call alone (warm-up), or the mean of one round."""
+    x = _timing_inputs(problem, seed)
+    scale = problem.variant.head_dim_qk**-0.5
+    if problem.variant.pass_ == "forward":
+        call = functools.partial(
+            launch.forward, module, x["q"], x["k"], x["v"], scale, problem.causal_offset
+        )
+    else:
+        call = functools.partial(
+            launch.backward,
+            module,
+            *(x[name] for name in ("q", "k", "v", "out", "lse", "dout")),
+            None,
+            scale,
+            problem.causal_offset,
+        )
+    once = _seconds(call, 1)
+    if warm_up or once >= ROUND_SECONDS:
+        return once * 1e6
+    n_calls = min(MAX_CALLS, max(1, round(ROUND_SECONDS / once)))
+    return _seconds(call, n_calls) / n_calls * 1e6
+
+
+def _seconds(call: Any, n_calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(n_calls):
+        call()
+    return time.perf_counter() - start
