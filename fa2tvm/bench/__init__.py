@@ -1,0 +1,1 @@
+"""Compare with other attention kernels: peers, checks, timing, rows, tables and plots."""

@@ -1,0 +1,145 @@
+"""What a run of the benchmark was made on: provenance, and the peak that a share is a share of."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fa2tvm
+from fa2tvm.device import Device, cpu_model, detect
+from fa2tvm.errors import CompileFailed
+
+_ACCUMULATORS = 12  # FMA latency 4 x 2 units needs 8 chains; 12 still fit in 16 registers
+_SECONDS = 0.25
+
+
+def provenance(peak: bool = True) -> dict[str, Any]:
+    """The `run` of every row: device, versions, commit, date, and the peak in GFLOP/s."""
+    device = detect()
+    return {
+        "device": device.slug,
+        "device_name": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "peak_gflops": fma_peak_gflops(device, torch.get_num_threads()) if peak else None,
+        "driver": None,
+        "cuda": None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tvm": _version("apache-tvm"),
+        "tvm_ffi": _version("apache-tvm-ffi"),
+        "fa2tvm": fa2tvm.__version__,
+        **_commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> dict[str, Any]:
+    """The commit that is checked out around the package, and whether tracked files differ."""
+    root = Path(fa2tvm.__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "fa2tvm/__init__.py") is None:
+        return {"commit": None, "dirty": None}
+    # The rows themselves may change while they are being measured.
+    status = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(status)}
+
+
+def fma_peak_gflops(device: Device, threads: int) -> float | None:
+    """float32 GFLOP/s of fused multiply-adds on registers alone, on that many threads.
+
+    Each thread runs a compiled loop of independent chains `x = x * a + b`; the best of five
+    rounds counts. None where no compiler is installed.
+    """
+    try:
+        loop = _fma_loop(device)
+    except CompileFailed:
+        return None
+    flops_per_step = 2 * _ACCUMULATORS * device.lanes
+    outputs = [torch.ones(_ACCUMULATORS * device.lanes) for _ in range(threads)]
+    steps = 1_000_000
+    start = time.perf_counter()
+    loop(outputs[0], steps)
+    steps = max(steps, int(steps * _SECONDS / 5 / (time.perf_counter() - start)))
+    best = max(_aggregate_rate(loop, outputs, steps) for _ in range(5))
+    return round(best * flops_per_step / 1e9, 1)
+
+
+def _aggregate_rate(
+    loop: Callable[[torch.Tensor, int], Any], outputs: list[torch.Tensor], steps: int
+) -> float:
+    """Steps a second of all threads together."""
+    barrier = threading.Barrier(len(outputs) + 1)
+
+    def work(out: torch.Tensor) -> None:
+        barrier.wait()
+        loop(out, steps)  # releases the GIL
+        barrier.wait()
+
+    workers = [threading.Thread(target=work, args=(out,)) for out in outputs]
+    for worker in workers:
+        worker.start()
+    barrier.wait()
+    start = time.perf_counter()
+    barrier.wait()
+    seconds = time.perf_counter() - start
+    for worker in workers:
+        worker.join()
+    return steps * len(outputs) / seconds
+
+
+def _fma_loop(device: Device) -> Callable[[torch.Tensor, int], Any]:
+    """Compile (out, steps): out holds the chains' end values, so that none is dropped."""
+    try:
+        import tvm
+        from tvm.script import tirx as T
+    except ImportError as error:
+        raise CompileFailed(f"the TVM compiler is not installed ({error}).") from None
+    chains, lanes = _ACCUMULATORS, device.lanes
+
+    @T.prim_func(private=False)  # type: ignore[untyped-decorator]
+    def main(out_handle: T.handle, steps: T.int64):  # type: ignore[no-untyped-def]
+        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+        out = T.match_buffer(out_handle, (chains * lanes,), "float32", align=4)
+        x = T.alloc_buffer((chains * lanes,), "float32", scope="local")
+        for c in T.unroll(chains):
+            for u in T.vectorized(lanes):
+                x[c * lanes + u] = out[c * lanes + u]
+        for _ in T.serial(steps):
+            for c in T.unroll(chains):
+                for u in T.vectorized(lanes):
+                    x[c * lanes + u] = x[c * lanes + u] * T.float32(0.999) + T.float32(0.001)
+        for c in T.unroll(chains):
+            for u in T.vectorized(lanes):
+                out[c * lanes + u] = x[c * lanes + u]
+
+    target = tvm.target.Target(device.target())
+    executable: Callable[[torch.Tensor, int], Any] = tvm.compile(
+        tvm.IRModule({"main": main}), target=target
+    )["main"]
+    return executable

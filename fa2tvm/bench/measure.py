@@ -1,0 +1,197 @@
+"""Right first, then timed: one workload, one dtype, every peer, interleaved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fa2tvm.bench.check import Case, Oracle, Tensors
+from fa2tvm.bench.peers import PEERS, Peer, Prepared
+from fa2tvm.bench.rows import Row, new_row
+from fa2tvm.errors import Fa2tvmError, PeerUnavailable
+from fa2tvm.problem import DType, PassName
+from fa2tvm.workloads import Workload
+
+# A peer is refused where its error is more than this many times that of plain PyTorch attention
+# in the same dtype. Source: the yardstick of Dao-AILab/flash-attention's tests is 2.
+YARDSTICK_OURS, YARDSTICK_PEERS = 2.0, 10.0
+# A pool of idle threads spins for about a millisecond (libgomp), then sleeps.
+_PAUSE_S = 0.01
+# Below this a call is preceded by an untimed one, so that no peer pays for waking the threads.
+_WAKE_BELOW_S = 0.05
+_MAX_ROUNDS, _MIN_ROUNDS, _MIN_ROUNDS_SLOW = 25, 5, 2
+_SLOW = 1.5
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How long to measure.
+
+    Attributes
+    ----------
+    seconds
+        Clock time that one peer gets for one pass of one workload; the slowest get less.
+    sustained_seconds
+        Back-to-back time of the mode "sustained"; 0 leaves the mode out.
+    """
+
+    seconds: float = 2.0
+    sustained_seconds: float = 0.0
+
+
+@dataclass
+class Entry:
+    """A peer while it is being measured."""
+
+    peer: Peer
+    prepared: Prepared
+    call: Callable[[], object]
+    rel_err: float
+    rel_err_plain: float
+    estimate_s: float = 0.0
+    rounds: int = 0
+    samples_s: list[float] = field(default_factory=list)
+
+
+def measure(
+    workload: Workload,
+    dtype: DType,
+    passes: Sequence[PassName],
+    peers: Iterable[str],
+    policy: Policy,
+    what: str,
+    seed: int = 0,
+) -> Iterator[Row]:
+    """Check and time every peer on a workload; each peer, pass and mode is one row without `run`.
+
+    A peer that is absent, wrong or refuses the workload is a row whose `error` is the reason.
+    """
+    case = Case.make(workload, dtype, seed)
+    peers = list(peers)
+    for pass_ in passes:
+        oracle = Oracle(case, pass_)
+        rows, entries = {}, []
+        for name in peers:
+            rows[name] = new_row(what, workload.name, name, "burst", workload.problem(pass_, dtype))
+            try:
+                entry = _ready(PEERS[name], case, oracle)
+            except Fa2tvmError as error:
+                rows[name]["error"] = str(error)
+                continue
+            entries.append(entry)
+        _time_interleaved(entries, policy)
+        for entry in entries:
+            _fill(rows[entry.peer.name], entry, workload, pass_)
+        yield from rows.values()
+        if policy.sustained_seconds:
+            for entry in entries:
+                _time_sustained(entry, policy)
+                row = {**rows[entry.peer.name], "mode": "sustained"}
+                _fill(row, entry, workload, pass_)
+                yield row
+
+
+def _ready(peer: Peer, case: Case, oracle: Oracle) -> Entry:
+    """Prepare a peer, run it once, and compare that run with the oracle.
+
+    Raises
+    ------
+    PeerUnavailable
+        With the reason, where it cannot run here or its result is wrong.
+    """
+    prepared = peer.prepare(case.workload, case.dtype)
+    pass_ = oracle.pass_
+    with prepared.context():
+        try:
+            call = prepare_call(prepared, case, pass_)
+            results = call()
+        except (RuntimeError, NotImplementedError) as error:
+            first_line = str(error).strip().split("\n", 1)[0]
+            raise PeerUnavailable(f"it refuses this problem: {first_line}") from error
+        start = time.perf_counter()
+        call()
+        estimate_s = time.perf_counter() - start
+    rel_err, plain = oracle.errors(results)
+    limit = YARDSTICK_OURS if peer.ours else YARDSTICK_PEERS
+    if not rel_err <= limit * plain:
+        raise PeerUnavailable(
+            f"its result is wrong: relative error {rel_err:.1e}, over {limit:g} times the "
+            f"{plain:.1e} of plain attention."
+        )
+    return Entry(peer, prepared, call, rel_err, plain, estimate_s)
+
+
+def prepare_call(prepared: Prepared, case: Case, pass_: PassName) -> Callable[[], Tensors]:
+    """The one call that is checked and timed."""
+    if pass_ == "forward":
+
+        def forward() -> Tensors:
+            with torch.no_grad():
+                return (prepared.attention(case.q, case.k, case.v),)
+
+        return forward
+    inputs = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    out = prepared.attention(*inputs)
+
+    def backward() -> Tensors:
+        return torch.autograd.grad(out, inputs, case.dout, retain_graph=True)
+
+    return backward
+
+
+def _time_interleaved(entries: list[Entry], policy: Policy) -> None:
+    """Time one call of each peer in turn, round after round; the order rotates by one a round."""
+    if not entries:
+        return
+    fastest = min(entry.estimate_s for entry in entries)
+    for entry in entries:
+        least = _MIN_ROUNDS if entry.estimate_s <= _SLOW * fastest else _MIN_ROUNDS_SLOW
+        affordable = int(policy.seconds / max(entry.estimate_s, 1e-9))
+        entry.rounds = max(least, min(affordable, _MAX_ROUNDS))
+        entry.samples_s = []
+    for number in range(max(entry.rounds for entry in entries)):
+        turn = number % len(entries)
+        for entry in entries[turn:] + entries[:turn]:
+            if number >= entry.rounds:
+                continue
+            time.sleep(_PAUSE_S)
+            with entry.prepared.context():
+                if entry.estimate_s < _WAKE_BELOW_S:
+                    entry.call()
+                start = time.perf_counter()
+                entry.call()
+                entry.samples_s.append(time.perf_counter() - start)
+
+
+def _time_sustained(entry: Entry, policy: Policy) -> None:
+    """Time calls back to back, so that clocks and caches settle where they stay."""
+    entry.samples_s = []
+    with entry.prepared.context():
+        end = time.perf_counter() + policy.sustained_seconds
+        while (start := time.perf_counter()) < end or len(entry.samples_s) < _MIN_ROUNDS_SLOW:
+            entry.call()
+            entry.samples_s.append(time.perf_counter() - start)
+
+
+def _fill(row: Row, entry: Entry, workload: Workload, pass_: PassName) -> None:
+    p20, p50, p80 = (float(p) for p in np.percentile(entry.samples_s, (20, 50, 80)))
+    provenance = entry.prepared.provenance or {}
+    flops = workload.problem(pass_, "float32").flops()
+    row.update(
+        {
+            "us_p20": round(1e6 * p20, 2),
+            "us_p50": round(1e6 * p50, 2),
+            "us_p80": round(1e6 * p80, 2),
+            "samples": len(entry.samples_s),
+            "tflops": round(flops / p50 / 1e12, 6),
+            "rel_err": entry.rel_err,
+            "rel_err_plain": entry.rel_err_plain,
+            "family": provenance.get("family"),
+            "schedule": provenance.get("schedule", {}).get(pass_),
+            "origin": provenance.get("origin", {}).get(pass_),
+        }
+    )

@@ -1,0 +1,81 @@
+"""What `fa2tvm bench` runs: the speed table, the cost against length, the cost of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from fa2tvm.bench.calls import measure_calls
+from fa2tvm.bench.measure import Policy, measure
+from fa2tvm.bench.memory import extra_memory
+from fa2tvm.bench.peers import PEERS
+from fa2tvm.bench.rows import Row
+from fa2tvm.errors import PeerUnavailable
+from fa2tvm.problem import DType, PassName
+from fa2tvm.workloads import Workload, tagged
+
+# The passes that are measured where none is named: half precision is for inference.
+PASSES_OF_DTYPE: dict[DType, tuple[PassName, ...]] = {
+    "float32": ("forward", "backward"),
+    "float16": ("forward",),
+    "bfloat16": ("forward",),
+}
+_SCALING_PEERS = ("fa2tvm", "sdpa-flash")
+
+
+def known_peers(names: Iterable[str]) -> list[str]:
+    """The names, all of them where there are none.
+
+    Raises
+    ------
+    PeerUnavailable
+        For a name that is no peer.
+    """
+    names = list(names) or list(PEERS)
+    for name in names:
+        if name not in PEERS:
+            raise PeerUnavailable(
+                f"peer is {name!r}, but only {', '.join(PEERS)} exist; choose one."
+            )
+    return names
+
+
+def speed(
+    workloads: Iterable[Workload],
+    dtypes: Sequence[DType],
+    passes: Sequence[PassName],
+    peers: Sequence[str],
+    policy: Policy,
+    what: str,
+    run: dict[str, Any],
+    seed: int = 0,
+) -> Iterator[Row]:
+    """Every peer on every workload; rows come as they are measured."""
+    for dtype in dtypes:
+        for workload in workloads:
+            of_dtype = tuple(passes) or PASSES_OF_DTYPE[dtype]
+            for row in measure(workload, dtype, of_dtype, peers, policy, what, seed):
+                yield {**row, "run": run}
+
+
+def scaling(policy: Policy, run: dict[str, Any], seed: int = 0) -> Iterator[Row]:
+    """Time and extra memory from short to long sequences, float32, forward and backward."""
+    for workload in tagged("scaling"):
+        for row in measure(
+            workload, "float32", ("forward", "backward"), _SCALING_PEERS, policy, "scaling", seed
+        ):
+            if row["error"] is None:
+                try:
+                    row["extra_bytes"], row["output_bytes"] = extra_memory(
+                        workload, "float32", row["pass"], row["peer"]
+                    )
+                except PeerUnavailable as error:
+                    row["error"] = str(error)
+            yield {**row, "run": run}
+
+
+def calls(run: dict[str, Any], seed: int = 0) -> Iterator[Row]:
+    """CPU time of one tiny call."""
+    for workload in tagged("tiny"):
+        for row in measure_calls(workload, seed):
+            yield {**row, "run": run}
