@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("workloads", "reference", "records"),
     ("lookup",),
     ("kernels",),
+    ("parallel",),
     ("compile",),
     ("launch",),
     ("torch_op",),

@@ -125,38 +125,43 @@ class Case:
         result = {n: x.abs() for n, x in self.oracle.items()}
         group = self.q.shape[2] // self.k.shape[2] if self.k.shape[2] else 1
         squares = {n: torch.zeros_like(x) for n, x in result.items()}
+        # As many rows at a time as keep a matrix of logits below 32 MiB.
+        step = max(1, (1 << 22) // max(1, self.k.shape[1]))
         for b in range(self.q.shape[0]):
             for h in range(self.q.shape[2]):
-                self._add_units(result, squares, b, h, h // group)
+                for i in range(0, self.q.shape[1], step):
+                    self._add_units(result, squares, b, slice(i, i + step), h, h // group)
         return {n: result[n] + squares[n].sqrt() for n in result}
 
-    def _add_units(self, linear: Tensors, squares: Tensors, b: int, h: int, hk: int) -> None:
-        q, k, v = (x.double() for x in (self.q[b, :, h], self.k[b, :, hk], self.v[b, :, hk]))
-        out, lse = self.oracle["O"][b, :, h], self.oracle["LSE"][b, h]
+    def _add_units(
+        self, linear: Tensors, squares: Tensors, b: int, rows: slice, h: int, hk: int
+    ) -> None:
+        q, k, v = (x.double() for x in (self.q[b, rows, h], self.k[b, :, hk], self.v[b, :, hk]))
+        out, lse = self.oracle["O"][b, rows, h], self.oracle["LSE"][b, h, rows]
         seen = lse > -math.inf
-        s = (self.scale * (q @ k.T)).masked_fill(~self.visible(), -math.inf)
+        s = (self.scale * (q @ k.T)).masked_fill(~self.visible()[rows], -math.inf)
         p = (s - lse.where(seen, 0)[:, None]).exp() * seen[:, None]
         e = abs(self.scale) * q.norm(dim=1)[:, None] * k.norm(dim=1)[None, :]
         pe2 = (p * e) ** 2
         spread = pe2 @ v**2 - 2 * out * (pe2 @ v) + out**2 * pe2.sum(dim=1, keepdim=True)
-        squares["O"][b, :, h] = spread.clamp(min=0)
-        linear["LSE"][b, h] += seen
-        squares["LSE"][b, h] = pe2.sum(dim=1)
+        squares["O"][b, rows, h] = spread.clamp(min=0)
+        linear["LSE"][b, h, rows] += seen
+        squares["LSE"][b, h, rows] = pe2.sum(dim=1)
         if self.dO is None:
             return
         # Backward recomputes P from LSE, whose own rounding all keys of a row share.
         log_size = lse.where(seen, 0).abs()[:, None] + 1
-        do = self.dO[b, :, h].double()
+        do = self.dO[b, rows, h].double()
         delta_error = (do.norm(dim=1) * out.norm(dim=1))[:, None]
         dp = do @ v.T
         delta = (do * out).sum(dim=1, keepdim=True)
         if self.dLSE is not None:
-            delta = delta - self.dLSE[b, h].double()[:, None]
+            delta = delta - self.dLSE[b, h, rows].double()[:, None]
         ds = p * ((e + log_size) * (dp - delta).abs() + do.norm(dim=1)[:, None] * v.norm(dim=1))
         scale2 = self.scale**2
-        linear["dQ"][b, :, h] *= log_size
-        linear["dQ"][b, :, h] += abs(self.scale) * delta_error * (p @ k).abs()
-        squares["dQ"][b, :, h] = scale2 * (ds**2 @ k**2)
+        linear["dQ"][b, rows, h] *= log_size
+        linear["dQ"][b, rows, h] += abs(self.scale) * delta_error * (p @ k).abs()
+        squares["dQ"][b, rows, h] = scale2 * (ds**2 @ k**2)
         squares["dK"][b, :, hk] += scale2 * ((ds + p * delta_error) ** 2).T @ q**2
         squares["dV"][b, :, hk] += ((p * (e + log_size)) ** 2).T @ do**2
 
