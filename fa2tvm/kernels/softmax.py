@@ -13,13 +13,14 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # Below it 2**x is no normal float32, and the result is exactly 0.
 EXP2_UNDERFLOW = -126.0
-# Minimax coefficients of 2**r on [-1/2, 1/2], r**5 first; relative error 2.4e-7 in float32.
+# 2**r on [-1/2, 1/2], r**5 first: the minimax polynomial of the relative error (9.2e-8, or 1.6e-7
+# with float32 roundings) among those that are exactly 1 at 0. Taylor's is off by 2.4e-6.
 _EXP2_COEFFICIENTS = (
-    1.3333558146428443e-3,
-    9.6181291076284772e-3,
-    5.5504108664821580e-2,
-    2.4022650695910072e-1,
-    6.9314718055994531e-1,
+    1.326472724711154e-3,
+    9.671512688150646e-3,
+    5.550733743574232e-2,
+    2.4022242084635143e-1,
+    6.931469775987164e-1,
     1.0,
 )
 # 1.5 * 2**23: adding it to a small integer leaves the integer in the low mantissa bits.
