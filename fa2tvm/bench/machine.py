@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
-import subprocess
 import threading
 import time
 from collections.abc import Callable
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import fa2tvm
 from fa2tvm.device import Device, cpu_model, detect
 from fa2tvm.errors import CompileFailed
+from fa2tvm.records import versions
+from fa2tvm.tune.provenance import git_commit, utc_now
 
 _ACCUMULATORS = 12  # FMA latency 4 x 2 units needs 8 chains; 12 still fit in 16 registers
 _SECONDS = 0.25
@@ -25,6 +22,7 @@ _SECONDS = 0.25
 def provenance(peak: bool = True) -> dict[str, Any]:
     """The `run` of every row: device, versions, commit, date, and the peak in GFLOP/s."""
     device = detect()
+    commit, _, changed = (git_commit() or "").partition("+")
     return {
         "device": device.slug,
         "device_name": cpu_model(),
@@ -35,39 +33,13 @@ def provenance(peak: bool = True) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "tvm": _version("apache-tvm"),
-        "tvm_ffi": _version("apache-tvm-ffi"),
-        "fa2tvm": fa2tvm.__version__,
-        **_commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "tvm": versions()["apache-tvm"],
+        "tvm_ffi": versions()["apache-tvm-ffi"],
+        "fa2tvm": versions()["fa2tvm"],
+        "commit": commit or None,
+        "dirty": bool(changed) if commit else None,
+        "date": utc_now(),
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> dict[str, Any]:
-    """The commit that is checked out around the package, and whether tracked files differ."""
-    root = Path(fa2tvm.__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", "fa2tvm/__init__.py") is None:
-        return {"commit": None, "dirty": None}
-    # The rows themselves may change while they are being measured.
-    status = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(status)}
 
 
 def fma_peak_gflops(device: Device, threads: int) -> float | None:

@@ -160,6 +160,7 @@ def _time_interleaved(entries: list[Entry], policy: Policy) -> None:
                 continue
             time.sleep(_PAUSE_S)
             with entry.prepared.context():
+                entry.prepared.prime()
                 if entry.estimate_s < _WAKE_BELOW_S:
                     entry.call()
                 start = time.perf_counter()
@@ -171,6 +172,7 @@ def _time_sustained(entry: Entry, policy: Policy) -> None:
     """Time calls back to back, so that clocks and caches settle where they stay."""
     entry.samples_s = []
     with entry.prepared.context():
+        entry.prepared.prime()
         end = time.perf_counter() + policy.sustained_seconds
         while (start := time.perf_counter()) < end or len(entry.samples_s) < _MIN_ROUNDS_SLOW:
             entry.call()

@@ -11,11 +11,13 @@ from fa2tvm.bench.memory import extra_memory
 from fa2tvm.bench.peers import PEERS
 from fa2tvm.bench.rows import Row
 from fa2tvm.errors import PeerUnavailable
-from fa2tvm.problem import DType, PassName
+from fa2tvm.problem import DType, PassName, Problem
 from fa2tvm.workloads import Workload, tagged
 
-# The passes that are measured where none is named: half precision is for inference.
-PASSES_OF_DTYPE: dict[DType, tuple[PassName, ...]] = {
+Cell = tuple[Workload, DType, tuple[PassName, ...]]
+
+# The speed table; half precision is for inference.
+_PASSES_OF_DTYPE: dict[DType, tuple[PassName, ...]] = {
     "float32": ("forward", "backward"),
     "float16": ("forward",),
     "bfloat16": ("forward",),
@@ -40,10 +42,30 @@ def known_peers(names: Iterable[str]) -> list[str]:
     return names
 
 
+def speed_table() -> list[Cell]:
+    """The cells of the CPU's speed table: every dtype on the problems tagged "cpu"."""
+    return [
+        (workload, dtype, passes)
+        for dtype, passes in _PASSES_OF_DTYPE.items()
+        for workload in tagged("cpu")
+    ]
+
+
+def cells_of(problems: Iterable[Problem]) -> list[Cell]:
+    """Problems that differ in nothing but their pass, together."""
+    passes: dict[tuple[Workload, DType], list[PassName]] = {}
+    for problem in problems:
+        v = problem.variant
+        name = problem.name.removeprefix(f"{v.pass_}_{v.dtype}_")
+        workload = Workload(
+            name, problem.shape, v.head_dim_qk, v.head_dim_v, v.causal, problem.alignment
+        )
+        passes.setdefault((workload, v.dtype), []).append(v.pass_)
+    return [(workload, dtype, tuple(p)) for (workload, dtype), p in passes.items()]
+
+
 def speed(
-    workloads: Iterable[Workload],
-    dtypes: Sequence[DType],
-    passes: Sequence[PassName],
+    cells: Iterable[Cell],
     peers: Sequence[str],
     policy: Policy,
     what: str,
@@ -51,11 +73,9 @@ def speed(
     seed: int = 0,
 ) -> Iterator[Row]:
     """Every peer on every workload; rows come as they are measured."""
-    for dtype in dtypes:
-        for workload in workloads:
-            of_dtype = tuple(passes) or PASSES_OF_DTYPE[dtype]
-            for row in measure(workload, dtype, of_dtype, peers, policy, what, seed):
-                yield {**row, "run": run}
+    for workload, dtype, passes in cells:
+        for row in measure(workload, dtype, passes, peers, policy, what, seed):
+            yield {**row, "run": run}
 
 
 def scaling(policy: Policy, run: dict[str, Any], seed: int = 0) -> Iterator[Row]:

@@ -1,0 +1,188 @@
+"""Markdown tables, made from the rows only."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from fa2tvm.bench.rows import Row
+
+OURS, OURS_DEFAULT = "fa2tvm", "fa2tvm-default"
+_SDPA_PREFIX = "sdpa"
+
+Cell = dict[str, Row]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """All tables that the rows hold, each under the machine that they were measured on."""
+    parts = []
+    for run_rows in _grouped(rows, lambda row: str(sorted(row["run"].items()))):
+        parts.append(machine_line(run_rows[0]))
+        for what_rows in _grouped(run_rows, lambda row: str(row["what"])):
+            what = what_rows[0]["what"]
+            make = {"scaling": _scaling_tables, "calls": _calls_tables}.get(what, _speed_tables)
+            parts += make(what_rows)
+    return "\n\n".join(parts) + "\n"
+
+
+def machine_line(row: Row) -> str:
+    """The provenance of a row as one sentence."""
+    run = row["run"]
+    commit = (run["commit"] or "no checkout")[:12] + (" with changes" if run["dirty"] else "")
+    peak = f"measured FMA peak {run['peak_gflops']} GFLOP/s" if run["peak_gflops"] else "no peak"
+    return (
+        f"{run['device_name']} ({run['device']}), {run['threads']} threads, {peak}; "
+        f"torch {run['torch']}, TVM {run['tvm']}, fa2tvm {run['fa2tvm']} ({commit}), "
+        f"{run['date']}."
+    )
+
+
+def cells(rows: Iterable[Row]) -> list[Cell]:
+    """The rows of each (workload, dtype, pass, mode), by peer, in the order measured."""
+    grouped: dict[tuple[str, ...], Cell] = defaultdict(dict)
+    for row in rows:
+        grouped[row["workload"], row["dtype"], row["pass"], row["mode"]][row["peer"]] = row
+    return list(grouped.values())
+
+
+def ratio(cell: Cell) -> float | None:
+    """Time of the fastest F.scaled_dot_product_attention backend over ours."""
+    ours = cell.get(OURS)
+    sdpa = [
+        row["us_p50"]
+        for peer, row in cell.items()
+        if peer.startswith(_SDPA_PREFIX) and row["us_p50"] is not None
+    ]
+    if ours is None or ours["us_p50"] is None or not sdpa:
+        return None
+    return float(min(sdpa) / ours["us_p50"])
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean of positive numbers; NaN of none."""
+    if not values:
+        return math.nan
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> list[list[Row]]:
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[key(row)].append(row)
+    return list(groups.values())
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    ruler = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ruler, *lines])
+
+
+def _speed_tables(rows: Sequence[Row]) -> list[str]:
+    """A table for each dtype, pass and mode, the mean of its ratios, and why a peer is absent."""
+    parts = []
+    for group in _grouped(rows, lambda row: f"{row['dtype']}, {row['pass']}, {row['mode']}"):
+        first = group[0]
+        parts.append(f"#### {first['dtype']}, {first['pass']} ({first['mode']})")
+        group_cells = cells(group)
+        peers = [p for p in dict.fromkeys(row["peer"] for row in group) if p != OURS]
+        timed = [p for p in peers if any(c.get(p, {}).get("us_p50") for c in group_cells)]
+        header = ["problem", "fa2tvm ms", "GFLOP/s", "% of peak", "F.sdpa / fa2tvm"]
+        header += [f"{peer} ms" for peer in timed]
+        parts.append(_table(header, [_speed_line(cell, timed) for cell in group_cells]))
+        ratios = [r for r in map(ratio, group_cells) if r is not None]
+        if ratios:
+            parts.append(
+                f"F.sdpa / fa2tvm: geometric mean **{geometric_mean(ratios):.2f}**, "
+                f"least {min(ratios):.2f}, over {len(ratios)} problems."
+            )
+        parts += _absences(group)
+    return parts
+
+
+def _speed_line(cell: Cell, peers: Sequence[str]) -> list[str]:
+    any_row = next(iter(cell.values()))
+    ours = cell.get(OURS)
+    line = [any_row["workload"]]
+    if ours is None or ours["us_p50"] is None:
+        line += ["–"] * 4
+    else:
+        gflops = 1000 * ours["tflops"]
+        peak = ours["run"]["peak_gflops"]
+        share = f"{100 * gflops / peak:.0f}" if peak else "–"
+        against_sdpa = ratio(cell)
+        line += [_ms(ours), f"{gflops:.0f}", share]
+        line.append("–" if against_sdpa is None else f"{against_sdpa:.2f}")
+    return line + [_ms(cell[peer]) if peer in cell else "–" for peer in peers]
+
+
+def _ms(row: Row) -> str:
+    """Median and, where there are several samples, the 20th and 80th percentile."""
+    if row["us_p50"] is None:
+        return "–"
+    p20, p50, p80 = (row[key] / 1000 for key in ("us_p20", "us_p50", "us_p80"))
+    digits = 1 if p50 >= 100 else 2 if p50 >= 1 else 3
+    return f"{p50:.{digits}f} ({p20:.{digits}f}–{p80:.{digits}f})"
+
+
+def _absences(rows: Sequence[Row]) -> list[str]:
+    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        if row["error"] is not None:
+            reasons[row["peer"], row["error"]].append(row["workload"])
+    everywhere = len({row["workload"] for row in rows})
+    return [
+        f"{peer} is absent{'' if len(where) == everywhere else ' for ' + ', '.join(where)}: {why}"
+        for (peer, why), where in reasons.items()
+    ]
+
+
+def _scaling_tables(rows: Sequence[Row]) -> list[str]:
+    """Time over N^2 against its mean, and extra memory over N, for each peer and pass."""
+    parts = []
+    for group in _grouped(rows, lambda row: f"{row['peer']} {row['pass']}"):
+        timed = [row for row in group if row["us_p50"] is not None]
+        if not timed:
+            parts += _absences(group)
+            continue
+        costs = [1e3 * row["us_p50"] / row["seq_q"] ** 2 for row in timed]
+        middle = geometric_mean([min(costs), max(costs)])
+        lines = []
+        for row, cost in zip(timed, costs, strict=True):
+            extra = row["extra_bytes"]
+            lines.append(
+                [
+                    str(row["seq_q"]),
+                    _ms(row),
+                    f"{cost:.3f}",
+                    f"{100 * (cost / middle - 1):+.0f} %",
+                    "–" if extra is None else f"{extra / 2**20:.1f}",
+                    "–" if extra is None else f"{row['output_bytes'] / 2**20:.1f}",
+                    "–" if extra is None else f"{extra / row['seq_q']:.0f}",
+                ]
+            )
+        parts.append(f"#### {group[0]['peer']}, {group[0]['dtype']}, {group[0]['pass']}")
+        header = [
+            "N",
+            "ms",
+            "ns / N²",
+            "from the middle",
+            "extra MiB",
+            "of it results MiB",
+            "B / N",
+        ]
+        parts.append(_table(header, lines))
+        parts += _absences(group)
+    return parts
+
+
+def _calls_tables(rows: Sequence[Row]) -> list[str]:
+    """CPU and wall microseconds of one call."""
+    lines = []
+    for cell in cells(rows):
+        for row in cell.values():
+            what = "forward" if row["pass"] == "forward" else "forward + backward"
+            wall = f"{row['us_p50']:.1f} ({row['us_p20']:.1f}–{row['us_p80']:.1f})"
+            lines.append([row["workload"], what, row["peer"], f"{row['cpu_us_p50']:.1f}", wall])
+    header = ["problem", "pass", "peer", "CPU µs", "wall µs"]
+    return ["#### One call", _table(header, lines)]
