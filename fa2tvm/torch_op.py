@@ -1,0 +1,155 @@
+"""The custom operators `fa2tvm::attention_forward` and `fa2tvm::attention_backward`.
+
+They make attention a citizen of PyTorch: autograd, autocast, torch.compile, fake tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa2tvm import launch
+from fa2tvm.launch import check, default_scale, problem_of
+from fa2tvm.modules import module_for
+from fa2tvm.problem import Alignment
+
+# Any: torch's annotations leave its methods untyped.
+_library: Any = torch.library.Library("fa2tvm", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "attention_forward(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, "
+    "str alignment) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, "
+    "Tensor? dlse, float? softmax_scale, bool causal, str alignment, bool[3] needs) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+Tensor = torch.Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, alignment: Alignment
+) -> tuple[Tensor, Tensor]:
+    """O and LSE through the operator; see `api.attention`."""
+    out: tuple[Tensor, Tensor] = torch.ops.fa2tvm.attention_forward(
+        q, k, v, softmax_scale, causal, alignment
+    )
+    return out
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, alignment: Alignment
+) -> tuple[Tensor, Tensor]:
+    check(q, k, v)
+    problem = problem_of(q, k, v, causal=causal, alignment=alignment)
+    scale = default_scale(q.shape[3]) if softmax_scale is None else softmax_scale
+    return launch.forward(module_for(problem), q, k, v, scale, problem.causal_offset)
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    check(q, k, v)
+    batch, seq_q, heads = q.shape[:3]
+    return (
+        q.new_empty((batch, seq_q, heads, v.shape[3])),
+        q.new_empty((batch, heads, seq_q), dtype=torch.float32),
+    )
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    alignment: Alignment,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    problem = problem_of(q, k, v, causal=causal, alignment=alignment, pass_="backward")
+    scale = default_scale(q.shape[3]) if softmax_scale is None else softmax_scale
+    dq, dk, dv = launch.backward(
+        module_for(problem),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
+        dlse,
+        scale,
+        problem.causal_offset,
+        (needs[0], needs[1], needs[2]),
+    )
+    # An operator's results are tensors; an empty one stands for what was not asked for.
+    return (
+        q.new_empty(0) if dq is None else dq,
+        k.new_empty(0) if dk is None else dk,
+        v.new_empty(0) if dv is None else dv,
+    )
+
+
+def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    needs = rest[-1]
+    dq, dk, dv = (
+        tensor.new_empty(tensor.shape) if needed else tensor.new_empty(0)
+        for tensor, needed in zip((q, k, v), needs, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    nothing = (None,) * len(ctx.options)
+    needs = list(ctx.needs_input_grad[:3])
+    if dout is None and dlse is None:
+        return None, None, None, *nothing
+    grads = torch.ops.fa2tvm.attention_backward(*ctx.saved_tensors, dout, dlse, *ctx.options, needs)
+    return (
+        *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)),
+        *nothing,
+    )
+
+
+def _refuse_second_derivative(*_: Any) -> Any:
+    raise RuntimeError(
+        "a second derivative through fa2tvm.attention was asked for, but only first derivatives "
+        "exist; use F.scaled_dot_product_attention with the MATH backend there."
+    )
+
+
+def _forward_autocast(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, alignment: Alignment
+) -> tuple[Tensor, Tensor]:
+    """Compute in autocast's dtype, as torch's own attention does; gradients are cast back."""
+    dtype = torch.get_autocast_dtype("cpu")
+    cast = [
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in (q, k, v)
+    ]
+    with torch.autocast("cpu", enabled=False):
+        return attention(cast[0], cast[1], cast[2], softmax_scale, causal, alignment)
+
+
+_library.impl("attention_forward", _forward, "CPU")
+_library.impl("attention_backward", _backward, "CPU")
+_library.impl("attention_forward", _forward_autocast, "AutocastCPU")
+torch.library.register_fake("fa2tvm::attention_forward", _forward_fake, lib=_library)
+torch.library.register_fake("fa2tvm::attention_backward", _backward_fake, lib=_library)
+torch.library.register_autograd(
+    "fa2tvm::attention_forward", _gradients, setup_context=_save, lib=_library
+)
+torch.library.register_autograd(
+    "fa2tvm::attention_backward", _refuse_second_derivative, lib=_library
+)
