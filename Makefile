@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt .ci/venv
 	@touch $@
 
 demo: $(INSTALLED)
-	@$(BIN)/python examples/demo.py $(ARGS)
+	@$(BIN)/fa2tvm demo $(ARGS)
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest $(ARGS)
@@ -36,7 +36,7 @@ format: $(INSTALLED)
 	@$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	@$(BIN)/fa2tvm bench --tag cpu $(ARGS)
+	@$(BIN)/fa2tvm bench $(ARGS)
 
 wheel: $(INSTALLED)
 	@$(BIN)/python -m build --no-isolation --outdir dist .

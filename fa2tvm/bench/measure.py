@@ -103,8 +103,8 @@ def _ready(peer: Peer, case: Case, oracle: Oracle) -> Entry:
     PeerUnavailable
         With the reason, where it cannot run here or its result is wrong.
     """
-    prepared = peer.prepare(case.workload, case.dtype)
     pass_ = oracle.pass_
+    prepared = peer.prepare(case.workload.problem(pass_, case.dtype))
     with prepared.context():
         try:
             call = prepare_call(prepared, case, pass_)
@@ -181,7 +181,6 @@ def _time_sustained(entry: Entry, policy: Policy) -> None:
 
 def _fill(row: Row, entry: Entry, workload: Workload, pass_: PassName) -> None:
     p20, p50, p80 = (float(p) for p in np.percentile(entry.samples_s, (20, 50, 80)))
-    provenance = entry.prepared.provenance or {}
     flops = workload.problem(pass_, "float32").flops()
     row.update(
         {
@@ -192,8 +191,6 @@ def _fill(row: Row, entry: Entry, workload: Workload, pass_: PassName) -> None:
             "tflops": round(flops / p50 / 1e12, 6),
             "rel_err": entry.rel_err,
             "rel_err_plain": entry.rel_err_plain,
-            "family": provenance.get("family"),
-            "schedule": provenance.get("schedule", {}).get(pass_),
-            "origin": provenance.get("origin", {}).get(pass_),
+            **(entry.prepared.provenance or {}),
         }
     )

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa2tvm.errors import PeerUnavailable
-from fa2tvm.problem import DType, Problem
-from fa2tvm.workloads import Workload
+from fa2tvm.problem import PassName, Problem, Variant
+from fa2tvm.schedule import Schedule, schedule_class
 
 AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Context = contextlib.AbstractContextManager[Any]
@@ -30,7 +30,7 @@ _MEMORY_SHARE = 0.4
 
 @dataclass(frozen=True)
 class Prepared:
-    """A peer made ready for one workload.
+    """A peer made ready for one problem.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Prepared:
         Called in the context before every timed call, outside the clock: fills the caches that
         another peer's context emptied.
     provenance
-        What else its rows say: ours, the family, schedule and where it came from.
+        What else its rows say: of ours, family, schedule and origin.
     """
 
     attention: AttentionFunction
@@ -58,23 +58,25 @@ class Peer:
     Attributes
     ----------
     prepare
-        (workload, dtype) -> Prepared; raises PeerUnavailable with the reason.
+        Problem -> Prepared; raises PeerUnavailable with the reason.
     ours
         Whether it is held to twice the error of plain PyTorch attention.
     """
 
     name: str
-    prepare: Callable[[Workload, DType], Prepared]
+    prepare: Callable[[Problem], Prepared]
     ours: bool = False
 
 
 PEERS: dict[str, Peer] = {}
 
 
-def register(name: str, *, ours: bool = False) -> Callable[..., Any]:
+def register(
+    name: str, *, ours: bool = False
+) -> Callable[[Callable[[Problem], Prepared]], Callable[[Problem], Prepared]]:
     """Decorate a `prepare` function: it becomes the peer of that name."""
 
-    def add(prepare: Callable[[Workload, DType], Prepared]) -> Callable[..., Prepared]:
+    def add(prepare: Callable[[Problem], Prepared]) -> Callable[[Problem], Prepared]:
         PEERS[name] = Peer(name, prepare, ours)
         return prepare
 
@@ -82,76 +84,85 @@ def register(name: str, *, ours: bool = False) -> Callable[..., Any]:
 
 
 @register("fa2tvm", ours=True)
-def _ours(workload: Workload, dtype: DType) -> Prepared:
+def _ours(problem: Problem) -> Prepared:
     from fa2tvm import api
     from fa2tvm.device import detect
     from fa2tvm.lookup import lookup
 
-    problems = _problems(workload, dtype)
-    found = {problem.variant.pass_: lookup(problem, detect()) for problem in problems}
-    provenance = {
-        "family": found["forward"].family,
-        "schedule": {p: f.schedule.to_dict() for p, f in found.items()},
-        "origin": {p: f.origin for p, f in found.items()},
-    }
-    return Prepared(
-        _public_call(api.attention, workload),
-        prime=lambda: [api.module_for(problem) for problem in problems],
-        provenance=provenance,
-    )
+    schedules, origins = {}, {}
+    for part in _parts(problem):
+        pass_ = part.variant.pass_
+        schedules[pass_] = api.module_for(part).schedule
+        found = lookup(part, detect())
+        origins[pass_] = found.origin if found.schedule == schedules[pass_] else "pack"
+    return _prepared(problem, schedules, origins, contextlib.nullcontext)
 
 
 @register("fa2tvm-default", ours=True)
-def _ours_default(workload: Workload, dtype: DType) -> Prepared:
+def _ours_default(problem: Problem) -> Prepared:
     from fa2tvm import api
     from fa2tvm.device import detect
-    from fa2tvm.schedule import schedule_class
+    from fa2tvm.lookup import family_for
 
-    problems = _problems(workload, dtype)
+    device = detect()
     schedules = {
-        p.variant.pass_: schedule_class("cpu", p.variant.pass_).default(p.variant, detect())
-        for p in problems
+        part.variant.pass_: schedule_class(family_for(device), part.variant.pass_).default(
+            part.variant, device
+        )
+        for part in _parts(problem)
     }
 
     @contextlib.contextmanager
     def untuned() -> Iterator[None]:
-        with api.use_schedule(schedules["forward"]), api.use_schedule(schedules["backward"]):
+        with contextlib.ExitStack() as stack:
+            for schedule in schedules.values():
+                stack.enter_context(api.use_schedule(schedule))
             yield
 
-    provenance = {
-        "family": "cpu",
-        "schedule": {name: schedule.to_dict() for name, schedule in schedules.items()},
-        "origin": dict.fromkeys(schedules, "default"),
-    }
+    return _prepared(problem, schedules, dict.fromkeys(schedules, "default"), untuned)
+
+
+def _parts(problem: Problem) -> list[Problem]:
+    """What runs: a backward needs its forward."""
+    if problem.variant.pass_ == "forward":
+        return [problem]
+    return [replace(problem, variant=replace(problem.variant, pass_="forward")), problem]
+
+
+def _prepared(
+    problem: Problem,
+    schedules: Mapping[PassName, Schedule],
+    origins: Mapping[PassName, str],
+    context: Callable[[], Context],
+) -> Prepared:
+    from fa2tvm import api
+
+    causal, alignment = problem.variant.causal, problem.alignment
+    pass_ = problem.variant.pass_
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return api.attention(q, k, v, causal=causal, alignment=alignment)
+
     return Prepared(
-        _public_call(api.attention, workload),
-        untuned,
-        lambda: [api.module_for(problem) for problem in problems],
-        provenance,
+        attention,
+        context,
+        prime=lambda: [api.module_for(part) for part in _parts(problem)],
+        provenance={
+            "family": schedules[pass_].family,
+            "schedule": schedules[pass_].to_dict(),
+            "origin": origins[pass_],
+        },
     )
 
 
-def _problems(workload: Workload, dtype: DType) -> tuple[Problem, Problem]:
-    return workload.problem("forward", dtype), workload.problem("backward", dtype)
-
-
-def _public_call(attention: Callable[..., torch.Tensor], workload: Workload) -> AttentionFunction:
-    causal, alignment = workload.causal, workload.alignment
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, causal=causal, alignment=alignment)
-
-    return call
-
-
-def _sdpa(backend: SDPBackend, workload: Workload) -> Prepared:
-    shape = workload.shape
-    if workload.causal and workload.alignment != "top_left" and shape.seq_q != shape.seq_kv:
+def _sdpa(backend: SDPBackend, problem: Problem) -> Prepared:
+    shape, causal = problem.shape, problem.variant.causal
+    if causal and problem.causal_offset != 0:
         raise PeerUnavailable(
-            f"is_causal of F.scaled_dot_product_attention aligns top-left, and {workload.name} "
-            "aligns bottom-right."
+            "is_causal of F.scaled_dot_product_attention aligns top-left, and this problem "
+            "bottom-right."
         )
-    causal, gqa = workload.causal, shape.heads_q != shape.heads_kv
+    gqa = shape.heads_q != shape.heads_kv
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = F.scaled_dot_product_attention(
@@ -167,15 +178,13 @@ def _sdpa(backend: SDPBackend, workload: Workload) -> Prepared:
 
 
 @register("sdpa-flash")
-def _sdpa_flash(workload: Workload, dtype: DType) -> Prepared:
-    del dtype
-    return _sdpa(SDPBackend.FLASH_ATTENTION, workload)
+def _sdpa_flash(problem: Problem) -> Prepared:
+    return _sdpa(SDPBackend.FLASH_ATTENTION, problem)
 
 
 @register("sdpa-math")
-def _sdpa_math(workload: Workload, dtype: DType) -> Prepared:
-    del dtype
-    shape = workload.shape
+def _sdpa_math(problem: Problem) -> Prepared:
+    shape = problem.shape
     # S, P and, backward, dP and dS are all alive at once, in float32.
     needed_bytes = 4 * 4 * shape.batch * shape.heads_q * shape.seq_q * shape.seq_kv
     free_bytes = _available_bytes()
@@ -184,28 +193,28 @@ def _sdpa_math(workload: Workload, dtype: DType) -> Prepared:
             f"its logits take about {needed_bytes / 2**30:.1f} GiB and only "
             f"{free_bytes / 2**30:.1f} GiB are free."
         )
-    return _sdpa(SDPBackend.MATH, workload)
+    return _sdpa(SDPBackend.MATH, problem)
 
 
 @register("flex-compiled")
-def _flex(workload: Workload, dtype: DType) -> Prepared:
+def _flex(problem: Problem) -> Prepared:
     if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
         raise PeerUnavailable("this PyTorch has no flex_attention.")
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         raise PeerUnavailable("torch.compile needs a C++ compiler and none is on PATH.")
+    if problem.variant.pass_ == "backward":
+        raise PeerUnavailable("flex_attention has no backward on CPUs.")
     from torch.nn.attention.flex_attention import create_block_mask
 
-    shape = workload.shape
+    shape, variant = problem.shape, problem.variant
     block_mask = None
-    if workload.causal:
-        offset = shape.seq_kv - shape.seq_q if workload.alignment == "bottom_right" else 0
+    if variant.causal:
+        offset = problem.causal_offset
         block_mask = create_block_mask(
             lambda _b, _h, i, j: j <= i + offset, None, None, shape.seq_q, shape.seq_kv, "cpu"
         )
     gqa = shape.heads_q != shape.heads_kv
-    compiled = _compiled_flex(
-        dtype, workload.head_dim_qk, workload.head_dim_v, workload.causal, gqa
-    )
+    compiled = _compiled_flex(variant, gqa)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = compiled(
@@ -221,9 +230,9 @@ def _flex(workload: Workload, dtype: DType) -> Prepared:
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled_flex(*variant: object) -> Callable[..., torch.Tensor]:
+def _compiled_flex(variant: Variant, gqa: bool) -> Callable[..., torch.Tensor]:
     """Compiled for any length of one variant; the least recent variant is dropped."""
-    del variant
+    del variant, gqa
     from torch.nn.attention.flex_attention import flex_attention
 
     # Dynamo falls back to eager code after eight versions of one function.

@@ -49,10 +49,10 @@ def problems_of(
     ] = False,
     pass_: Annotated[
         list[str] | None,
-        Flag("--pass", help="forward or backward; repeat for both (default: both)."),
+        Flag("--pass", help="forward or backward (default: both)."),
     ] = None,
     dtype: Annotated[
-        list[str] | None, Flag(help="float32, float16 or bfloat16; may repeat (default: float32).")
+        list[str] | None, Flag(help="float32, float16, bfloat16; may repeat (default: float32).")
     ] = None,
 ) -> list[Problem]:
     """The problems that the options name, each pass and dtype of each.

@@ -53,9 +53,7 @@ def tune(
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Root of the logs (default: FA2TVM_HOME/tuning_logs).", show_default=False
-        ),
+        typer.Option(help="Root of the logs (default: in FA2TVM_HOME).", show_default=False),
     ] = None,
 ) -> None:
     """Search for the fastest schedule of each problem with MetaSchedule.
