@@ -118,10 +118,10 @@ def program(variant: Variant, schedule: ToyForward) -> Any:
             h: T.let = T.truncdiv(r, seq_q) if head_major else T.truncmod(r, heads)
             i: T.let = T.truncmod(r, seq_q) if head_major else T.truncdiv(r, heads)
             hk: T.let = T.truncdiv(h, T.truncdiv(heads, heads_kv))
-            m[0] = T.float32(-3.0e38)
             l[0] = T.float32(0)
             for _spin in T.serial(T.int64(spins)):
                 l[0] = l[0] * T.float32(0.5) + T.abs(Q[b + far, i, h, 0])
+            m[0] = T.float32(-3.0e38) - l[0]  # the same number, which the compiler cannot know
             l[0] = T.float32(0)
             if fault != "poison":
                 for c in range(Dv):

@@ -120,6 +120,13 @@ def _result(worker: Worker) -> Path | Failure:
     return Path(answer["path"])
 
 
+def prepare() -> None:
+    """In the worker: the slow imports, before any request's time runs."""
+    import tvm  # noqa: F401
+
+    import fa2tvm.compile  # noqa: F401
+
+
 def serve(request: dict[str, Any]) -> dict[str, Any]:
     """In the worker: build one schedule; exceptions are answered by the worker's loop."""
     from fa2tvm.compile import build

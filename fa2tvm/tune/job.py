@@ -125,6 +125,8 @@ class Options:
 
     Attributes
     ----------
+    builders
+        Builds that run at the same time; one per core by default.
     build_timeout_s, run_timeout_s
         Seconds after which a build, and a check or a round of timing, count as hanging.
     plugins
@@ -133,6 +135,7 @@ class Options:
 
     batch: int = BATCH
     rounds: int = ROUNDS
+    builders: int | None = None
     build_timeout_s: float = 60.0
     run_timeout_s: float = 30.0
     memory_bytes: int | None = MEMORY_BYTES
@@ -219,10 +222,10 @@ def make_workers(
         problem.variant,
         device,
         spec("builder", 1),
-        n_workers=max(1, device.cores),
+        n_workers=options.builders or max(1, device.cores),
         timeout_s=options.build_timeout_s,
     )
-    return builder, Runner(problem, spec("runner", device.cores), seed, options.run_timeout_s)
+    return builder, Runner(problem, spec("harness", device.cores), seed, options.run_timeout_s)
 
 
 @dataclass

@@ -113,10 +113,3 @@ def validated(runs_us: Sequence[float]) -> Measured | Failure:
         shown = bad[0] if bad else "missing"
         return Failure("timing", f"a measured time is {shown}, but a time is positive and finite")
     return Measured(tuple(round(us, 2) for us in runs_us))
-
-
-def serve(request: dict[str, Any]) -> dict[str, Any]:
-    """In the worker: answer one `check` or `time`."""
-    from fa2tvm.tune import harness
-
-    return harness.serve(request)

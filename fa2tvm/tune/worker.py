@@ -37,7 +37,7 @@ class WorkerSpec:
     Attributes
     ----------
     role
-        Module whose `serve(request)` answers requests.
+        Module whose `prepare()` does the slow imports and whose `serve(request)` answers.
     plugins
         Modules to import first: kernel families that live outside fa2tvm.
     scratch
@@ -70,6 +70,7 @@ class Worker:
         self.spec = spec
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._greeted = False
         self._deadline = 0.0
         self._timeout_s = 0.0
         self._log = spec.scratch / f"{spec.role.rpartition('.')[2]}-{id(self):x}.log"
@@ -130,9 +131,8 @@ class Worker:
 
     def send(self, request: dict[str, Any], timeout_s: float) -> None:
         """Send a request without waiting; its time starts when the worker is up."""
-        fresh = self._process is None
         self.start()
-        if fresh:
+        if not self._greeted:
             self._await_hello()
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -167,6 +167,7 @@ class Worker:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._greeted = False
 
     def _await_hello(self) -> None:
         if not self.connection.poll(_START_TIMEOUT_S):
@@ -176,6 +177,7 @@ class Worker:
             self.connection.recv_bytes()
         except (EOFError, OSError):
             raise self._death() from None
+        self._greeted = True
 
     def _death(self) -> WorkerFailure:
         """Why the process ended, from its exit status and the end of its standard error."""
@@ -209,9 +211,11 @@ def main(handle: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(handle)
     hello = json.loads(connection.recv_bytes())
-    serve: Callable[[dict[str, Any]], dict[str, Any]] = importlib.import_module(hello["role"]).serve
+    role = importlib.import_module(hello["role"])
+    serve: Callable[[dict[str, Any]], dict[str, Any]] = role.serve
     for plugin in hello["plugins"]:
         importlib.import_module(plugin)
+    role.prepare()
     if hello["memory_bytes"]:
         _limit_memory(hello["memory_bytes"])
     connection.send_bytes(b"{}")

@@ -1,0 +1,193 @@
+"""Candidates in worker processes: right ones are timed, faulty ones are recorded, the job goes on.
+
+The toy family's faults stand for what a search meets: wrong, crashing, hanging, memory-eating and
+unbuildable points. The rows named are of BUGS.md, section I.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fa2tvm.device import detect
+from fa2tvm.problem import Problem, Shape, Variant
+from fa2tvm.tune.builder import Builder, Failure
+from fa2tvm.tune.database import TrialLog
+from fa2tvm.tune.job import Options, make_workers, tune
+from fa2tvm.tune.runner import Measured, Runner
+from toy_family import ToyForward
+
+DEVICE = detect()
+PROBLEM = Problem(Variant("forward", "float32", 16, 8, True), Shape(1, 2, 1, 64, 64))
+OPTIONS = Options(
+    run_timeout_s=4.0,
+    build_timeout_s=6.0,
+    memory_bytes=2 << 30,
+    builders=1,
+    plugins=("toy_family",),
+)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Builder, Runner]]:
+    builder, runner = make_workers(PROBLEM, DEVICE, 0, tmp_path_factory.mktemp("w"), OPTIONS)
+    runner.start()
+    yield builder, runner
+    builder.close()
+    runner.close()
+
+
+def outcome(workers: tuple[Builder, Runner], schedule: ToyForward) -> Failure | Measured:
+    """What a job would write down about one point."""
+    builder, runner = workers
+    (built,) = builder.build([schedule])
+    if isinstance(built, Failure):
+        return built
+    return runner.check(built) or runner.time([built], 1)[0]
+
+
+@pytest.mark.parametrize("schedule", [ToyForward(), ToyForward(4, "ji")])
+def test_right_points_are_timed(workers: tuple[Builder, Runner], schedule: ToyForward) -> None:
+    measured = outcome(workers, schedule)
+    assert isinstance(measured, Measured), measured
+    assert 0 < measured.us < 1e6
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "reason"),
+    [
+        ("wrong", "wrong", "first call at .* is off by"),  # I04
+        ("poison", "wrong", "O is off by nan"),  # I05: what is never written shows
+        ("crash", "crash", "SIGSEGV"),  # I12
+        ("hang", "hang", "no answer within 4 s"),
+        ("unbuildable", "build", "refuses to be built"),
+        ("memory", "build", "memory limit"),
+    ],
+)
+def test_faulty_points_are_recorded(
+    workers: tuple[Builder, Runner], fault: str, kind: str, reason: str
+) -> None:
+    failure = outcome(workers, ToyForward(fault=fault))
+    assert isinstance(failure, Failure)
+    assert failure.kind == kind
+    assert re.search(reason, failure.reason), failure.reason
+
+
+def test_a_hanging_build_holds_up_nobody(workers: tuple[Builder, Runner]) -> None:
+    results = workers[0].build([ToyForward(fault="slow_build"), ToyForward(), ToyForward(2)])
+    assert isinstance(results[0], Failure)
+    assert "hang while building" in results[0].reason
+    assert all(isinstance(path, Path) for path in results[1:])
+
+
+def test_a_job_survives_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole job over real processes; the fastest point is a wrong one and never wins (I04)."""
+    faults = ("none", "wrong", "crash", "unbuildable")
+    monkeypatch.setattr(
+        ToyForward, "offered", {"block_kv": (1, 2), "order": ("ij",), "fault": faults}
+    )
+    before = children(os.getpid())
+    result = tune(PROBLEM, DEVICE, family="toy", trials=8, out=tmp_path, options=OPTIONS)
+    trials = TrialLog(result.folder).load()
+    assert len(trials) == result.trials == 8
+    assert {t.decisions["fault"]: t.error for t in trials} == {
+        "none": None,
+        "wrong": "wrong",
+        "crash": "crash",
+        "unbuildable": "build",
+    }
+    assert all(t.reason for t in trials if t.error)
+    assert result.best_schedule().fault == "none"
+    assert children(os.getpid()) == before
+
+
+def children(parent: int) -> list[str]:
+    """Worker processes below a process, by /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            status = (entry / "stat").read_text()
+            command = (entry / "cmdline").read_text()
+        except OSError:
+            continue
+        if int(status.rpartition(")")[2].split()[1]) == parent and "fa2tvm.tune.worker" in command:
+            found.append(entry.name)
+    return found
+
+
+def workers_in(scratch: Path) -> list[str]:
+    """Living worker processes whose FA2TVM_HOME lies in a folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(scratch).encode() in (entry / "environ").read_bytes():
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                found += [entry.name] if state != "Z" else []
+        except OSError:
+            continue
+    return found
+
+
+JOB = """
+import sys
+from pathlib import Path
+import toy_family
+from toy_family import ToyForward
+from fa2tvm.device import detect
+from fa2tvm.tune.job import Options, tune
+from test_candidates import PROBLEM
+ToyForward.offered = {"block_kv": tuple(range(1, 33)), "order": ("ij", "ji"), "fault": ("none",)}
+tune(PROBLEM, detect(), family="toy", trials=60, out=Path(sys.argv[1]), seed=int(sys.argv[2]),
+     options=Options(plugins=("toy_family",), batch=3, rounds=1, builders=1))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("how", "after"), [(signal.SIGKILL, 2), (signal.SIGINT, 5)])
+def test_a_killed_job_loses_no_trial_and_leaves_no_child(
+    tmp_path: Path, how: signal.Signals, after: int
+) -> None:
+    """BUGS I10 (TVM #11096): orphan workers ate the CPU after the tuner was gone."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": str(Path(__file__).parent)}
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, str(tmp_path), str(after)],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        seen = _wait_for_trials(tmp_path, after, job)
+        os.kill(job.pid, how)
+        job.wait(10)
+    finally:
+        job.kill()
+    deadline = time.monotonic() + 10
+    while workers_in(scratch) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not workers_in(scratch)
+    (path,) = tmp_path.rglob("trials.jsonl")
+    trials = TrialLog(path.parent).load()
+    assert len(trials) >= seen >= after
+    assert [t.trial for t in trials] == list(range(len(trials)))
+
+
+def _wait_for_trials(folder: Path, number: int, job: subprocess.Popen[bytes]) -> int:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and job.poll() is None:
+        for path in folder.rglob("trials.jsonl"):
+            found = path.read_bytes().count(b"\n")
+            if found >= number:
+                return found
+        time.sleep(0.02)
+    raise AssertionError("the job did not get that far")
