@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fa2tvm import direct, launch, torch_op
+from fa2tvm import direct, torch_op
 from fa2tvm.errors import UnsupportedProblem
 from fa2tvm.modules import forget, module_for, use_pack, use_schedule
 from fa2tvm.problem import Alignment
@@ -107,9 +107,22 @@ def attention(
     if not torch.compiler.is_compiling():
         found = direct.attention(q, k, v, softmax_scale, causal, alignment)
     if found is None:
-        launch.check(q, k, v)
-        found = torch_op.attention(q, k, v, softmax_scale, causal, alignment)
+        found = _through_operator(q, k, v, softmax_scale, causal, alignment)
     return found if return_lse else found[0]
+
+
+def _through_operator(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise UnsupportedProblem(
+                f"{name} is of type {type(tensor).__name__}, but it must be a torch.Tensor; "
+                "convert it."
+            )
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        apply: Any = torch_op.Transformable.apply
+        result: tuple[Tensor, Tensor] = apply(q, k, v, *options)
+        return result
+    return torch_op.attention(q, k, v, *options)
 
 
 def flash_attn_func(

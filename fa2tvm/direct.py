@@ -1,4 +1,4 @@
-"""Calls in which nothing but the kernel has to happen, past the operator's machinery.
+"""Plain eager calls, past the operator's machinery.
 
 The operator costs several times a tiny kernel: autograd, autocast, modes and transforms each look
 at a call. Here they are asked, once each, whether there is anything for them to do.
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fa2tvm import launch, parallel
+from fa2tvm import launch, parallel, torch_op
 from fa2tvm.modules import module_for, prepared
 from fa2tvm.problem import Alignment
 
@@ -36,24 +36,80 @@ def attention(
     UnsupportedProblem
         As `launch.check` does.
     """
-    for tensor in (q, k, v):
-        if (
-            type(tensor) is not Tensor
-            or tensor.requires_grad
-            or not tensor.is_cpu
-            or tensor.layout is not torch.strided
-            or tensor.is_neg()
-            or not (tensor.is_contiguous() or tensor.stride(-1) == 1)
-        ):
-            return None
-    if (
+    if not (_is_plain(q) and _is_plain(k) and _is_plain(v) and _nobody_looks()):
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        apply: Any = _Plain.apply
+        result: tuple[Tensor, Tensor] = apply(q, k, v, softmax_scale, causal, alignment)
+        return result
+    return _run(q, k, v, softmax_scale, causal, alignment)
+
+
+class _Plain(torch.autograd.Function):
+    """Plain tensors with gradients. A `setup_context` would cost each call 40 us, hence none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+        alignment: Alignment,
+    ) -> tuple[Tensor, Tensor]:
+        options = (softmax_scale, causal, alignment)
+        output = _run(q.detach(), k.detach(), v.detach(), *options)
+        output = output or torch_op.attention(q, k, v, *options)
+        torch_op.save(ctx, (q, k, v, *options), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = saved = ctx.saved_tensors
+        plain = all(type(x) is Tensor and x.is_cpu for x in (dout, dlse) if x is not None)
+        if torch.is_grad_enabled() or not plain or not _nobody_looks():
+            return torch_op.gradients(ctx, saved, dout, dlse)
+        softmax_scale, causal, alignment = ctx.options
+        key = (q.shape, k.shape, v.shape, q.dtype, causal, alignment)
+        module, scale, causal_offset = prepared.get(key) or _prepare_backward(key, q, k, v)
+        if softmax_scale is not None:
+            scale = float(softmax_scale)
+        needs = ctx.needs_input_grad[:3]
+        grads = launch.backward(module, q, k, v, out, lse, dout, dlse, scale, causal_offset, needs)
+        return (*grads, None, None, None)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a kernel can read the tensor as it is, and no subclass has a say."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and (tensor.is_contiguous() or tensor.stride(-1) == 1)
+    )
+
+
+def _nobody_looks() -> bool:
+    """Whether autocast, modes, transforms and tracers are off."""
+    return not (
         _C._is_any_autocast_enabled()
         or _C._len_torch_dispatch_stack()
         or _C._len_torch_function_stack()
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None
-    ):
-        return None
+    )
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    alignment: Alignment,
+) -> tuple[Tensor, Tensor] | None:
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal, alignment)
     call = prepared.get(key) or _prepare(key, q, k, v)
     if call is None:
@@ -85,8 +141,18 @@ def _prepare(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any
         (q.shape[0], q.shape[2], q.shape[1]),
         launch.default_scale(q.shape[3]),
         problem.causal_offset,
-        launch.threads_for(problem),
+        launch.threads_for(q, k, v),
     )
+    return _remember(key, call)
+
+
+def _prepare_backward(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    problem = launch.problem_of(q, k, v, causal=key[-2], alignment=key[-1], pass_="backward")
+    call = (module_for(problem), launch.default_scale(q.shape[3]), problem.causal_offset)
+    return _remember(key, call)
+
+
+def _remember(key: tuple[Any, ...], call: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(prepared) >= _MAX_PREPARED:
         prepared.clear()
     prepared[key] = call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -30,11 +31,6 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         For wrong types, dtypes, devices or shapes.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedProblem(
-                f"{name} is of type {type(tensor).__name__}, but it must be a torch.Tensor; "
-                "convert it."
-            )
         if tensor.layout != torch.strided:
             raise UnsupportedProblem(
                 f"{name} has layout {tensor.layout}, but only dense tensors are supported; "
@@ -103,9 +99,22 @@ def default_scale(head_dim_qk: int) -> float:
     return 1.0 / math.sqrt(head_dim_qk)
 
 
-def threads_for(problem: Problem) -> int:
-    """Threads that a problem's work pays for; how many there are is another matter."""
-    return 1 + problem.flops() // _FLOPS_PER_THREAD
+def threads_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Threads that the work of these shapes pays for; how many there are is another matter."""
+    batch, seq_q, heads, head_dim = q.shape
+    flops = 2 * batch * heads * seq_q * k.shape[1] * (head_dim + v.shape[3])
+    return 1 + flops // _FLOPS_PER_THREAD
+
+
+@functools.lru_cache(maxsize=1024)
+def _scratch(
+    schedule: Any, variant: Variant, shape: tuple[int, ...], causal_offset: int, threads: int
+) -> tuple[int, int]:
+    """Splits of the key range, and floats of workspace, for a backward pass."""
+    alignment: Alignment = "top_left" if causal_offset == 0 else "bottom_right"
+    problem = Problem(variant, Shape(*shape), alignment)
+    splits = schedule.splits(problem, threads)
+    return splits, schedule.workspace_floats(problem, splits)
 
 
 def forward(
@@ -148,8 +157,7 @@ def forward(
         return out, lse
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    problem = _problem(module, q, k, causal_offset)
-    threads = min(threads_for(problem), parallel.count())
+    threads = min(threads_for(q, k, v), parallel.count())
     module.function_on(q, k, v, out, lse, softmax_scale, causal_offset, threads)
     return out, lse
 
@@ -188,13 +196,10 @@ def backward(
                 grad.zero_()
         return dq, dk, dv
     dout = torch.zeros_like(out) if dout is None else _readable(dout)
-    problem = _problem(module, q, k, causal_offset)
-    threads = min(threads_for(problem), parallel.count())
-    schedule: Any = module.schedule
-    splits = schedule.splits(problem, threads)
-    workspace = torch.empty(
-        schedule.workspace_floats(problem, splits), dtype=torch.float32, device=q.device
-    )
+    threads = min(threads_for(q, k, v), parallel.count())
+    shape = (q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
+    splits, floats = _scratch(module.schedule, module.variant, shape, causal_offset, threads)
+    workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
     # An unneeded gradient's place is taken by a tensor of its shape, which stays untouched.
     module.function_on(
         q,
@@ -251,9 +256,3 @@ def _result(
             "written into plain contiguous memory; pass such a tensor or none."
         )
     return given
-
-
-def _problem(module: Module, q: torch.Tensor, k: torch.Tensor, causal_offset: int) -> Problem:
-    batch, seq_q, heads, _ = q.shape
-    shape = Shape(batch, heads, k.shape[2], seq_q, k.shape[1])
-    return Problem(module.variant, shape, "top_left" if causal_offset == 0 else "bottom_right")

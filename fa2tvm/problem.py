@@ -94,7 +94,8 @@ class Shape:
     seq_kv: int
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv"):
+            value = getattr(self, name)
             if value < 0:
                 raise UnsupportedProblem(f"{name} is {value}, but a size is at least 0; check the shapes.")
         if self.heads_kv == 0 and self.heads_q == 0:

@@ -5,6 +5,7 @@ They make attention a citizen of PyTorch: autograd, autocast, torch.compile, fak
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,22 +105,43 @@ def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward needs, under the eyes of the version counter."""
     q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def gradients(
+    ctx: Any,
+    saved: tuple[Tensor, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    operator: Callable[..., Any] | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of q, k and v, each where it is needed, and None for the options.
+
+    Parameters
+    ----------
+    saved
+        `ctx.saved_tensors`, which may be read only once.
+    operator
+        Instead of `fa2tvm::attention_backward`.
+    """
     nothing = (None,) * len(ctx.options)
     needs = list(ctx.needs_input_grad[:3])
     if dout is None and dlse is None:
         return None, None, None, *nothing
-    grads = torch.ops.fa2tvm.attention_backward(*ctx.saved_tensors, dout, dlse, *ctx.options, needs)
+    operator = operator or torch.ops.fa2tvm.attention_backward
+    grads = operator(*saved, dout, dlse, *ctx.options, needs)
     return (
         *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)),
         *nothing,
     )
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    return gradients(ctx, ctx.saved_tensors, dout, dlse)
 
 
 def _refuse_second_derivative(*_: Any) -> Any:
@@ -127,6 +149,44 @@ def _refuse_second_derivative(*_: Any) -> Any:
         "a second derivative through fa2tvm.attention was asked for, but only first derivatives "
         "exist; use F.scaled_dot_product_attention with the MATH backend there."
     )
+
+
+class Transformable(torch.autograd.Function):
+    """The operator for torch.func, whose transforms do not enter a registered autograd formula."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        """O and LSE."""
+        return attention(q, k, v, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Keep what the backward needs."""
+        save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of q, k and v, each where it is needed."""
+        return gradients(ctx, ctx.saved_tensors, dout, dlse, _TransformableBackward.apply)
+
+
+class _TransformableBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.fa2tvm.attention_backward(*arguments)
+        return grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _refuse_second_derivative(ctx, *grads)
 
 
 def _forward_autocast(
@@ -142,13 +202,14 @@ def _forward_autocast(
         return attention(cast[0], cast[1], cast[2], softmax_scale, causal, alignment)
 
 
-_library.impl("attention_forward", _forward, "CPU")
-_library.impl("attention_backward", _backward, "CPU")
+# Any device, so that `check` says which ones there are.
+_library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 _library.impl("attention_forward", _forward_autocast, "AutocastCPU")
 torch.library.register_fake("fa2tvm::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("fa2tvm::attention_backward", _backward_fake, lib=_library)
 torch.library.register_autograd(
-    "fa2tvm::attention_forward", _gradients, setup_context=_save, lib=_library
+    "fa2tvm::attention_forward", _gradients, setup_context=save, lib=_library
 )
 torch.library.register_autograd(
     "fa2tvm::attention_backward", _refuse_second_derivative, lib=_library
