@@ -6,7 +6,9 @@ function says so; `causal_offset` is `Problem.causal_offset`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,34 @@ def clamp(x: int, low: int, high: int) -> int:
     return max(low, min(x, high))
 
 
+def visible_keys(
+    row: Any,
+    seq_kv: Any,
+    causal: bool,
+    causal_offset: Any = 0,
+    clamp: Callable[..., Any] = clamp,
+) -> Any:
+    """How many keys query `row` sees: those of [0, visible_keys).
+
+    Integers, or TensorIR integers with a `clamp` of theirs.
+    """
+    return clamp(row + causal_offset + 1, 0, seq_kv) if causal else seq_kv
+
+
+def first_row(
+    key: Any,
+    seq_q: Any,
+    causal: bool,
+    causal_offset: Any = 0,
+    clamp: Callable[..., Any] = clamp,
+) -> Any:
+    """The first query row that sees `key`, seq_q if none does.
+
+    Integers, or TensorIR integers with a `clamp` of theirs.
+    """
+    return clamp(key - causal_offset, 0, seq_q) if causal else 0
+
+
 def key_blocks(
     i: int,
     block_q: int,
@@ -50,8 +80,8 @@ def key_blocks(
         return BlockRange(0, 0, n_blocks, n_blocks)
     first_row = i * block_q
     last_row = min(first_row + block_q, seq_q) - 1
-    visible_to_last = clamp(last_row + causal_offset + 1, 0, seq_kv)
-    visible_to_first = clamp(first_row + causal_offset + 1, 0, seq_kv)
+    visible_to_last = visible_keys(last_row, seq_kv, causal, causal_offset)
+    visible_to_first = visible_keys(first_row, seq_kv, causal, causal_offset)
     end = ceil_div(visible_to_last, block_kv)
     full_end = n_blocks if visible_to_first == seq_kv else visible_to_first // block_kv
     return BlockRange(0, 0, min(full_end, end), end)
@@ -72,8 +102,8 @@ def query_blocks(
         return BlockRange(0, 0, n_blocks, n_blocks)
     first_key = j * block_kv
     last_key = min(first_key + block_kv, seq_kv) - 1
-    first_row_seeing_any = clamp(first_key - causal_offset, 0, seq_q)
-    first_row_seeing_all = clamp(last_key - causal_offset, 0, seq_q)
+    first_row_seeing_any = first_row(first_key, seq_q, causal, causal_offset)
+    first_row_seeing_all = first_row(last_key, seq_q, causal, causal_offset)
     start = min(first_row_seeing_any // block_q, n_blocks)
     if first_row_seeing_any >= seq_q:
         start = n_blocks

@@ -64,6 +64,11 @@ class Schedule:
         return asdict(self)
 
 
+def _round_up(a: int, b: int) -> int:
+    """The smallest multiple of b that is at least a."""
+    return -(-a // b) * b
+
+
 def _vector_registers(device: Device) -> int:
     """Architectural vector registers: AVX-512 has 32, narrower x86 vectors 16."""
     return 32 if device.vector_bytes == 64 else 16
@@ -125,13 +130,13 @@ class CpuForward(Schedule):
     panel
         Queries of one register tile: they lie on the vector lanes.
     s_rows, o_rows
-        Keys of an S tile and value columns of an O tile; times `panel` floats, they stay in registers.
+        Keys of an S tile, value columns of an O tile: times `panel`, they stay in registers.
     """
 
     family: ClassVar[str] = "cpu"
     pass_: ClassVar[PassName] = "forward"
 
-    block_q: int = 128
+    block_q: int = 256
     block_kv: int = 64
     panel: int = 32
     s_rows: int = 8
@@ -139,25 +144,35 @@ class CpuForward(Schedule):
 
     @classmethod
     def default(cls, variant: Variant, device: Device) -> CpuForward:
-        """Two native vectors of queries a panel."""
-        return cls(panel=2 * device.lanes, s_rows=8 if device.vector_bytes >= 64 else 4,
-                   o_rows=8 if device.vector_bytes >= 64 else 4)
+        """Panels of two native vectors; the largest blocks that half the level-2 cache holds."""
+        rows = 8 if _vector_registers(device) >= 32 else 4
+        panel = 2 * device.lanes
+        sizes = [(256, 64), (128, 64), (64, 64), (64, 32), (panel, 32), (panel, 16)]
+        candidates = [cls(max(b_r, panel), b_c, panel, rows, rows) for b_r, b_c in sizes]
+        fits = (
+            s
+            for s in candidates
+            if s.footprint(variant, device).scratch_bytes <= device.l2_bytes // 2
+        )
+        return next(fits, candidates[-1])
 
     @classmethod
     def choices(cls, problem: Problem, device: Device) -> dict[str, tuple[Any, ...]]:
-        """Powers of two around the caches and register files of x86-64."""
+        """Blocks that a second-level cache holds, and register tiles that hide the latency of FMA."""
+        shortest = min(problem.shape.seq_q, problem.shape.seq_kv)
+        rows = (4, 6, 8, 12) if _vector_registers(device) >= 32 else (2, 3, 4, 6)
         return {
-            "block_q": (64, 128, 256),
-            "block_kv": (32, 64, 128, 256),
-            "panel": (device.lanes, 2 * device.lanes, 4 * device.lanes),
-            "s_rows": (4, 6, 8, 12),
-            "o_rows": (4, 6, 8, 12),
+            "block_q": tuple(b for b in (64, 128, 192, 256, 384) if b < 2 * max(shortest, 64)),
+            "block_kv": (32, 48, 64, 96, 128),
+            "panel": (device.lanes, 2 * device.lanes),
+            "s_rows": rows,
+            "o_rows": rows,
         }
 
     def footprint(self, variant: Variant, device: Device) -> Footprint:
-        """Packed Q_i, K_j, V_j, the O_i accumulator and one S panel."""
-        keys = -(-self.block_kv // self.s_rows) * self.s_rows
-        columns = -(-variant.head_dim_v // self.o_rows) * self.o_rows
+        """Packed Q_i, K_j and V_j, the O_i accumulator, one panel of S_ij; a register tile."""
+        keys = _round_up(self.block_kv, self.s_rows)
+        columns = _round_up(variant.head_dim_v, self.o_rows)
         floats = self.block_q * (variant.head_dim_qk + columns) + keys * (
             variant.head_dim_qk + columns + self.panel
         )
@@ -165,19 +180,32 @@ class CpuForward(Schedule):
         return Footprint(4 * floats, max(self.s_rows, self.o_rows) * vectors)
 
     def reasons(self, variant: Variant, device: Device) -> list[str]:
-        """Whole vectors, whole panels, and accumulators that leave registers for the operands."""
+        """Whole vectors, whole panels, accumulators beside their operands, scratch in the cache."""
         reasons = []
+        for name, value in self.to_dict().items():
+            if value < 1:
+                reasons.append(f"{name} is {value}, but it must be at least 1.")
+        if reasons:
+            return reasons
         if self.panel % device.lanes:
-            reasons.append(f"panel is {self.panel}, but it must be a multiple of {device.lanes} lanes.")
-        if self.block_q % self.panel:
-            reasons.append(f"block_q is {self.block_q}, but it must be a multiple of panel {self.panel}.")
-        registers = 32 if device.vector_bytes == 64 else 16
-        vectors = -(-self.panel // device.lanes)
-        used = self.footprint(variant, device).accumulator_registers + vectors + 1
-        if used > registers:
             reasons.append(
-                f"a register tile needs {used} vector registers, but there are {registers}; "
-                "take fewer rows or a narrower panel."
+                f"panel is {self.panel}, but it must be a multiple of the {device.lanes} lanes."
+            )
+        if self.block_q % self.panel:
+            reasons.append(
+                f"block_q is {self.block_q}, but it must be a multiple of panel {self.panel}."
+            )
+        footprint = self.footprint(variant, device)
+        used = footprint.accumulator_registers + -(-self.panel // device.lanes) + 1
+        if used > _vector_registers(device):
+            reasons.append(
+                f"a register tile needs {used} vector registers, but there are "
+                f"{_vector_registers(device)}; take fewer rows or a narrower panel."
+            )
+        if footprint.scratch_bytes > max(device.l2_bytes, 256 << 10):
+            reasons.append(
+                f"one task needs {footprint.scratch_bytes} bytes of scratch, but the second-level "
+                f"cache has {device.l2_bytes}; take smaller blocks."
             )
         return reasons
 
@@ -256,10 +284,10 @@ class CpuBackward(Schedule):
         }
 
     def workspace_floats(self, problem: Problem, splits: int) -> int:
-        """float32 elements of scratch: L and D of every row, and one dQ for each split."""
+        """float32 elements of scratch: L, D and R of every row, and one dQ for each split."""
         s = problem.shape
         rows = -(-s.seq_q // self.block_q) * self.block_q
-        return s.batch * s.heads_q * rows * (2 + splits * self.padded(problem.variant.head_dim_qk))
+        return s.batch * s.heads_q * rows * (3 + splits * self.padded(problem.variant.head_dim_qk))
 
     def splits(self, problem: Problem, threads: int) -> int:
         """Pieces of a head's key range so that equal contiguous chunks of the tasks feed all threads."""

@@ -1,20 +1,29 @@
-"""Algorithm 1 for CPUs: queries on the vector lanes, keys and value columns broadcast.
+"""Algorithm 1 for CPUs: queries lie on the vector lanes, keys and value columns are broadcast.
 
-The plan, its floor and the measurements behind it are in cpu_fwd.md.
+One task is one query block of one head. Its rows are cut in panels of `panel` queries; S^T and
+O^T of a panel are computed in register tiles of `s_rows` keys or `o_rows` value columns, so that
+the softmax needs no reduction across lanes. The plan, its floor and the measurements behind it
+are in cpu_fwd.md.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import s_tir
 from tvm.script import tirx as T
 
+from fa2tvm import blocks
 from fa2tvm.device import Device
 from fa2tvm.kernels import softmax
+from fa2tvm.kernels.script import ceil_div, clamp, sblocks
 from fa2tvm.problem import DTYPE_BYTES, Variant
 from fa2tvm.schedule import CpuForward
+
+MINUS_INF = T.float32(float("-inf"))
+ZERO = T.float32(0)
 
 
 def build(variant: Variant, schedule: CpuForward, device: Device) -> tvm.IRModule:
@@ -22,29 +31,232 @@ def build(variant: Variant, schedule: CpuForward, device: Device) -> tvm.IRModul
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
     """
-    sch = s_tir.Schedule(program(variant, schedule))
-    apply_tiles(sch, device.lanes, variant.causal)
+    sch = s_tir.Schedule(program(Sizes.of(variant, schedule)))
+    apply_tiles(sch, device.lanes)
     return tvm.IRModule({"forward": sch.mod["main"]})
 
 
-def _ceil(a: Any, b: Any) -> Any:
-    return T.truncdiv(a + (b - 1), b)
+@dataclass(frozen=True)
+class Sizes:
+    """Compile-time sizes of the program as TensorIR int64 constants; `Wq` is the panel width."""
+
+    dtype: str
+    causal: bool
+    D: Any
+    Dv: Any
+    Br: Any
+    Bc: Any
+    Wq: Any
+    Rs: Any
+    Ro: Any
+    panels: Any
+    s_tiles: Any
+    o_tiles: Any
+    whole_o_tiles: Any
+
+    @classmethod
+    def of(cls, variant: Variant, schedule: CpuForward) -> Sizes:
+        """The sizes that a variant and a schedule give."""
+        sizes = {
+            "D": variant.head_dim_qk,
+            "Dv": variant.head_dim_v,
+            "Br": schedule.block_q,
+            "Bc": schedule.block_kv,
+            "Wq": schedule.panel,
+            "Rs": schedule.s_rows,
+            "Ro": schedule.o_rows,
+            "panels": blocks.ceil_div(schedule.block_q, schedule.panel),
+            "s_tiles": blocks.ceil_div(schedule.block_kv, schedule.s_rows),
+            "o_tiles": blocks.ceil_div(variant.head_dim_v, schedule.o_rows),
+            "whole_o_tiles": variant.head_dim_v // schedule.o_rows,
+        }
+        return cls(variant.dtype, variant.causal, **{k: T.int64(x) for k, x in sizes.items()})
 
 
-def program(variant: Variant, schedule: CpuForward) -> Any:
-    """Algorithm 1 as block-level TensorIR, before any loop is vectorised or unrolled."""
-    dtype, align = variant.dtype, DTYPE_BYTES[variant.dtype]
-    causal = variant.causal
-    i64 = T.int64
-    D, Dv = i64(variant.head_dim_qk), i64(variant.head_dim_v)
-    BR, BC = i64(schedule.block_q), i64(schedule.block_kv)
-    W, RS, RO = i64(schedule.panel), i64(schedule.s_rows), i64(schedule.o_rows)
-    keys = i64(-(-schedule.block_kv // schedule.s_rows) * schedule.s_rows)
-    o_tiles = i64(-(-variant.head_dim_v // schedule.o_rows))
-    n_panels_max = i64(schedule.block_q // schedule.panel)
-    one = i64(1)
-    minus_inf = T.float32(float("-inf"))
-    f32 = "float32"
+def balanced(u: Any, n: Any) -> Any:
+    """The u-th query block to run: first, last, second, last but one, ...
+
+    Each thread takes one contiguous run of tasks, and under a causal mask the work of a block grows
+    with its index.
+    """
+    # half for an even u, n - 1 - half for an odd one; as bits, because a Select costs the
+    # simplifier 2 s at every use.
+    half, odd = T.shift_right(u, T.int64(1)), T.bitwise_and(u, T.int64(1))
+    return T.bitwise_xor(half, -odd) + n * odd
+
+
+@T.inline
+def load_query_panel(c, Q, QT, OT, m, l, b, h, i0, p, seq_q, softmax_scale):
+    """Line 3-5: Q_i transposed and scaled to base 2; rows past the end repeat the last one."""
+    for i, d in T.grid(c.Wq, c.D):
+        QT[p, d, i] = T.cast(Q[b, T.min(i0 + p * c.Wq + i, seq_q - 1), h, d], "float32") * (
+            softmax_scale * T.float32(softmax.LOG2_E)
+        )
+    for r, i in T.grid(c.o_tiles * c.Ro, c.Wq):
+        with T.sblock("O_zero"):
+            vr, vi = T.axis.remap("SS", [r, i])
+            OT[p, vr, vi] = ZERO
+    for i in range(c.Wq):
+        with T.sblock("m_l_zero"):
+            vi = T.axis.remap("S", [i])
+            m[p, vi] = MINUS_INF
+            l[p, vi] = ZERO
+
+
+@T.inline
+def load_key_block(c, K, V, K_j, V_j, b, hk, j0, n_keys):
+    """Line 7: K_j and V_j widened into fixed strides; a tile past the end repeats the last key."""
+    for jj in range(ceil_div(n_keys, c.Rs) * c.Rs):
+        for d in range(c.D):
+            K_j[jj, d] = T.cast(K[b, j0 + T.min(jj, n_keys - 1), hk, d], "float32")
+    for jj in range(n_keys):
+        for dt, r in T.grid(c.whole_o_tiles, c.Ro):
+            with T.sblock("V_j"):
+                vj = T.axis.spatial(c.Bc, jj)
+                vt, vr = T.axis.remap("SS", [dt, r])
+                V_j[vt, vj, vr] = T.cast(V[b, j0 + vj, hk, vt * c.Ro + vr], "float32")
+        for r in range(c.Dv - c.whole_o_tiles * c.Ro):
+            V_j[c.whole_o_tiles, jj, r] = T.cast(
+                V[b, j0 + jj, hk, c.whole_o_tiles * c.Ro + r], "float32"
+            )
+
+
+@T.inline
+def store_scores(c, S, S_frag, jt):
+    """An S tile that every lane sees whole."""
+    for jj, i in T.grid(c.Rs, c.Wq):
+        with T.sblock("S_store"):
+            vj, vi = T.axis.remap("SS", [jj, i])
+            S[jt * c.Rs + vj, vi] = S_frag[vj, vi]
+
+
+@T.inline
+def scores(c, K_j, QT, S, m_tile, p, jt, n_all, diagonal):
+    """Line 8: a register tile of S_ij, masked where some lane needs it, and its maximum."""
+    S_frag = T.sblock_alloc_buffer((c.Rs, c.Wq), scope="local")
+    for d, jj, i in T.grid(c.D, c.Rs, c.Wq):
+        with T.sblock("S_update"):
+            vd, vj, vi = T.axis.remap("RSS", [d, jj, i])
+            with T.init():
+                S_frag[vj, vi] = ZERO
+            S_frag[vj, vi] += K_j[jt * c.Rs + vj, vd] * QT[p, vd, vi]
+    if c.causal:
+        if jt * c.Rs + c.Rs > n_all:
+            for jj, i in T.grid(c.Rs, c.Wq):
+                with T.sblock("S_mask"):
+                    vj, vi = T.axis.remap("SS", [jj, i])
+                    S[jt * c.Rs + vj, vi] = T.Select(
+                        T.cast(jt * c.Rs + vj, "int32") <= diagonal + T.cast(vi, "int32"),
+                        S_frag[vj, vi],
+                        MINUS_INF,
+                    )
+        else:
+            store_scores(c, S, S_frag, jt)
+    else:
+        store_scores(c, S, S_frag, jt)
+    for jj, i in T.grid(c.Rs, c.Wq):
+        with T.sblock("S_max"):
+            vj, vi = T.axis.remap("RS", [jj, i])
+            with T.init():
+                m_tile[jt, vi] = MINUS_INF
+            m_tile[jt, vi] = T.max(m_tile[jt, vi], S[jt * c.Rs + vj, vi])
+
+
+@T.inline
+def online_softmax(c, S, m_tile, alpha, m, l, p, n_any):
+    """Line 9: m_i, P_ij in the place of S_ij, l_i, and alpha = 2**(m_old - m_new) for line 10."""
+    m_new = T.sblock_alloc_buffer((c.Wq,))
+    m_safe = T.sblock_alloc_buffer((c.Wq,))
+    l_new = T.sblock_alloc_buffer((c.Wq,))
+    for jt, i in T.grid(ceil_div(n_any, c.Rs), c.Wq):
+        with T.sblock("m_new"):
+            vj, vi = T.axis.remap("RS", [jt, i])
+            with T.init():
+                m_new[vi] = m[p, vi]
+            m_new[vi] = T.max(m_new[vi], m_tile[vj, vi])
+    for i in range(c.Wq):
+        with T.sblock("m_safe"):
+            # A row that sees nothing yet has m = -inf, and -inf - -inf is NaN.
+            vi = T.axis.remap("S", [i])
+            m_safe[vi] = T.Select(m_new[vi] == MINUS_INF, ZERO, m_new[vi])
+    for i in range(c.Wq):
+        with T.sblock("alpha"):
+            vi = T.axis.remap("S", [i])
+            alpha[vi] = softmax.exp2(m[p, vi] - m_safe[vi])
+    for i in range(c.Wq):
+        with T.sblock("m"):
+            vi = T.axis.remap("S", [i])
+            m[p, vi] = m_new[vi]
+    for jj in range(n_any):
+        for i in range(c.Wq):
+            with T.sblock("P_ij"):
+                vj, vi = T.axis.remap("SS", [jj, i])
+                # In place, which `vectorize` accepts only if S is not declared as read.
+                T.reads(m_safe[vi])
+                T.writes(S[vj, vi])
+                S[vj, vi] = softmax.exp2(S[vj, vi] - m_safe[vi])
+        for i in range(c.Wq):
+            with T.sblock("l_new"):
+                vj, vi = T.axis.remap("RS", [jj, i])
+                with T.init():
+                    l_new[vi] = l[p, vi] * alpha[vi]
+                l_new[vi] = l_new[vi] + S[vj, vi]
+    for i in range(c.Wq):
+        with T.sblock("l"):
+            vi = T.axis.remap("S", [i])
+            l[p, vi] = l_new[vi]
+
+
+@T.inline
+def accumulate(c, V_j, P, alpha, OT, p, dt, n_all, n_any, diagonal):
+    """Line 10: one register tile of O_i = alpha O_i + P_ij V_j.
+
+    Keys that only some lanes see are added under the mask: P is 0 there, but V may be NaN or inf.
+    """
+    O_frag = T.sblock_alloc_buffer((c.Ro, c.Wq), scope="local")
+    for jj, r, i in T.grid(n_all, c.Ro, c.Wq):
+        with T.sblock("O_update"):
+            vj, vr, vi = T.axis.remap("RSS", [jj, r, i])
+            with T.init():
+                O_frag[vr, vi] = OT[p, dt * c.Ro + vr, vi] * alpha[vi]
+            O_frag[vr, vi] += V_j[dt, vj, vr] * P[vj, vi]
+    if c.causal:
+        for jj in range(n_any - n_all):
+            with T.sblock("masked"):
+                j = T.axis.opaque(c.Bc, n_all + jj)
+                T.reads()
+                T.writes()
+                for r, i in T.grid(c.Ro, c.Wq):
+                    with T.sblock("O_update_masked"):
+                        vr, vi = T.axis.remap("SS", [r, i])
+                        T.reads(V_j[dt, j, vr], P[j, vi])
+                        T.writes(O_frag[vr, vi])
+                        O_frag[vr, vi] = T.Select(
+                            T.cast(j, "int32") <= diagonal + T.cast(vi, "int32"),
+                            O_frag[vr, vi] + V_j[dt, j, vr] * P[j, vi],
+                            O_frag[vr, vi],
+                        )
+    for r, i in T.grid(c.Ro, c.Wq):
+        with T.sblock("O_store"):
+            vr, vi = T.axis.remap("SS", [r, i])
+            OT[p, dt * c.Ro + vr, vi] = O_frag[vr, vi]
+
+
+@T.inline
+def store_panel(c, OT, m, l, O, LSE, b, h, i0, p, seq_q):
+    """Lines 12-13: O_i = O_i / l_i, L_i = m_i + ln l_i; 0 and -inf for a row that saw nothing."""
+    for i in range(T.min(c.Wq, seq_q - i0 - p * c.Wq)):
+        for d in range(c.Dv):
+            O[b, i0 + p * c.Wq + i, h, d] = T.cast(
+                T.Select(l[p, i] == ZERO, ZERO, OT[p, d, i] / l[p, i]), c.dtype
+            )
+        LSE[b, h, i0 + p * c.Wq + i] = m[p, i] * T.float32(softmax.LN_2) + softmax.log(l[p, i])
+
+
+def program(c: Sizes) -> Any:
+    """Algorithm 1 as block-level TensorIR, before any loop is vectorised, unrolled or parallel."""
+    one = T.int64(1)
+    align = DTYPE_BYTES[c.dtype]
 
     @T.prim_func(s_tir=True)
     def forward(
@@ -57,219 +269,133 @@ def program(variant: Variant, schedule: CpuForward) -> Any:
         causal_offset: T.int64,
     ):
         T.func_attr({"global_symbol": "forward", "tirx.noalias": True})
-        batch = T.int64()
-        seq_q = T.int64()
-        seq_kv = T.int64()
-        heads = T.int64()
-        heads_kv = T.int64()
-        qs0, qs1, qs2 = T.int64(), T.int64(), T.int64()
-        ks0, ks1, ks2 = T.int64(), T.int64(), T.int64()
-        vs0, vs1, vs2 = T.int64(), T.int64(), T.int64()
-        os0, os1, os2 = T.int64(), T.int64(), T.int64()
-        Q = T.match_buffer(q, (batch, seq_q, heads, D), dtype, strides=(qs0, qs1, qs2, one), align=align)
-        K = T.match_buffer(k, (batch, seq_kv, heads_kv, D), dtype, strides=(ks0, ks1, ks2, one), align=align)
-        V = T.match_buffer(v, (batch, seq_kv, heads_kv, Dv), dtype, strides=(vs0, vs1, vs2, one), align=align)
-        O = T.match_buffer(o, (batch, seq_q, heads, Dv), dtype, strides=(os0, os1, os2, one), align=align)
-        LSE = T.match_buffer(lse, (batch, heads, seq_q), f32, align=4)
-        for task in range(batch * heads * _ceil(seq_q, BR)):
+        batch, seq_q, seq_kv = T.int64(), T.int64(), T.int64()
+        heads, heads_kv = T.int64(), T.int64()
+        qb, qs, qh = T.int64(), T.int64(), T.int64()
+        kb, ks, kh = T.int64(), T.int64(), T.int64()
+        vb, vs, vh = T.int64(), T.int64(), T.int64()
+        ob, os, oh = T.int64(), T.int64(), T.int64()
+        Q = T.match_buffer(
+            q, (batch, seq_q, heads, c.D), c.dtype, strides=(qb, qs, qh, one), align=align
+        )
+        K = T.match_buffer(
+            k, (batch, seq_kv, heads_kv, c.D), c.dtype, strides=(kb, ks, kh, one), align=align
+        )
+        V = T.match_buffer(
+            v, (batch, seq_kv, heads_kv, c.Dv), c.dtype, strides=(vb, vs, vh, one), align=align
+        )
+        O = T.match_buffer(
+            o, (batch, seq_q, heads, c.Dv), c.dtype, strides=(ob, os, oh, one), align=align
+        )
+        LSE = T.match_buffer(lse, (batch, heads, seq_q), "float32", align=4)
+        for task in range(batch * heads * ceil_div(seq_q, c.Br)):
             with T.sblock("task"):
-                t = T.axis.spatial(batch * heads * _ceil(seq_q, BR), task)
+                t = T.axis.spatial(batch * heads * ceil_div(seq_q, c.Br), task)
                 T.reads()
                 T.writes()
-                QT = T.sblock_alloc_buffer((n_panels_max, D, W), f32)
-                OT = T.sblock_alloc_buffer((n_panels_max, o_tiles * RO, W), f32)
-                m = T.sblock_alloc_buffer((n_panels_max, W), f32)
-                l = T.sblock_alloc_buffer((n_panels_max, W), f32)
-                K_j = T.sblock_alloc_buffer((keys, D), f32)
-                V_j = T.sblock_alloc_buffer((o_tiles, BC, RO), f32)
-                S = T.sblock_alloc_buffer((keys, W), f32)
-                alpha = T.sblock_alloc_buffer((W,), f32)
-                m_tile = T.sblock_alloc_buffer((_ceil(BC, RS), W), f32)
-                m_new = T.sblock_alloc_buffer((W,), f32)
-                m_safe = T.sblock_alloc_buffer((W,), f32)
-                l_new = T.sblock_alloc_buffer((W,), f32)
-                for _ in range(one):
+                QT = T.sblock_alloc_buffer((c.panels, c.D, c.Wq))
+                OT = T.sblock_alloc_buffer((c.panels, c.o_tiles * c.Ro, c.Wq))
+                m = T.sblock_alloc_buffer((c.panels, c.Wq))
+                l = T.sblock_alloc_buffer((c.panels, c.Wq))
+                K_j = T.sblock_alloc_buffer((c.s_tiles * c.Rs, c.D))
+                V_j = T.sblock_alloc_buffer((c.o_tiles, c.Bc, c.Ro))
+                n_blocks: T.let = ceil_div(seq_q, c.Br)
+                bh: T.let = T.truncdiv(t, n_blocks)
+                b: T.let = T.truncdiv(bh, heads)
+                h: T.let = T.truncmod(bh, heads)
+                hk: T.let = T.truncdiv(h, T.truncdiv(heads, heads_kv))
+                i0: T.let = c.Br * balanced(T.truncmod(t, n_blocks), n_blocks)
+                n_panels: T.let = ceil_div(T.min(c.Br, seq_q - i0), c.Wq)
+                visible: T.let = blocks.visible_keys(
+                    T.min(i0 + c.Br, seq_q) - 1, seq_kv, c.causal, causal_offset, clamp
+                )
+                for panel in range(n_panels):
                     with T.sblock("Q_i"):
-                        n_blocks = T.meta_var(_ceil(seq_q, BR))
-                        bh = T.meta_var(T.truncdiv(t, n_blocks))
-                        u = T.meta_var(T.truncmod(t, n_blocks))
-                        first_row = T.meta_var(BR * T.Select(u % 2 == 0, T.truncdiv(u, i64(2)), n_blocks - 1 - T.truncdiv(u, i64(2))))
-                        i0 = T.axis.spatial(seq_q, first_row)
-                        b = T.axis.spatial(batch, T.truncdiv(bh, heads))
-                        h = T.axis.spatial(heads, T.truncmod(bh, heads))
-                        hk = T.axis.spatial(heads_kv, T.truncdiv(T.truncmod(bh, heads), T.truncdiv(heads, heads_kv)))
-                        n_panels = T.axis.spatial(n_panels_max + 1, _ceil(T.min(BR, seq_q - first_row), W))
+                        p = T.axis.spatial(n_panels, panel)
                         T.reads()
                         T.writes()
-                        for p_ in range(n_panels):
-                            with T.sblock("QT"):
-                                p = T.axis.spatial(n_panels, p_)
+                        load_query_panel(c, Q, QT, OT, m, l, b, h, i0, p, seq_q, softmax_scale)
+                for block in range(ceil_div(visible, c.Bc)):
+                    with T.sblock("j"):
+                        j = T.axis.opaque(ceil_div(visible, c.Bc), block)
+                        T.reads()
+                        T.writes()
+                        j0: T.let = j * c.Bc
+                        n_keys: T.let = T.min(c.Bc, seq_kv - j0)
+                        load_key_block(c, K, V, K_j, V_j, b, hk, j0, n_keys)
+                        for panel in range(n_panels):
+                            with T.sblock("panel"):
+                                p = T.axis.spatial(n_panels, panel)
                                 T.reads()
                                 T.writes()
-                                for ii, d in T.grid(W, D):
-                                    QT[p, d, ii] = T.cast(Q[b, T.min(i0 + p * W + ii, seq_q - 1), h, d], f32) * (softmax_scale * T.float32(softmax.LOG2_E))
-                                for r, ii in T.grid(o_tiles * RO, W):
-                                    with T.sblock("OT_zero"):
-                                        vr, vi = T.axis.remap("SS", [r, ii])
-                                        OT[p, vr, vi] = T.float32(0)
-                                for ii in range(W):
-                                    with T.sblock("ml_zero"):
-                                        vi = T.axis.remap("S", [ii])
-                                        m[p, vi] = minus_inf
-                                        l[p, vi] = T.float32(0)
-                        for j_ in range(_ceil(_visible(causal, T.min(i0 + BR, seq_q) - 1, causal_offset, seq_kv), BC)):
-                            with T.sblock("K_j"):
-                                j = T.axis.opaque(_ceil(seq_kv, BC), j_)
-                                j0 = T.axis.opaque(seq_kv, j_ * BC)
-                                n_keys = T.axis.opaque(BC + 1, T.min(BC, seq_kv - j_ * BC))
-                                T.reads()
-                                T.writes()
-                                for jj in range(_ceil(n_keys, RS) * RS):
-                                    for dd in range(D):
-                                        with T.sblock("K_pack"):
-                                            vj = T.axis.spatial(keys, jj)
-                                            vd = T.axis.spatial(D, dd)
-                                            K_j[vj, vd] = T.cast(K[b, j0 + T.min(vj, n_keys - 1), hk, vd], f32)
-                                for jj in range(n_keys):
-                                    for dd in range(Dv):
-                                        with T.sblock("V_pack"):
-                                            vj = T.axis.spatial(BC, jj)
-                                            vd = T.axis.spatial(Dv, dd)
-                                            V_j[T.truncdiv(vd, RO), vj, T.truncmod(vd, RO)] = T.cast(V[b, j0 + vj, hk, vd], f32)
-                                for p_ in range(n_panels):
-                                    with T.sblock("panel"):
-                                        p = T.axis.spatial(n_panels, p_)
-                                        ip = T.axis.spatial(seq_q, i0 + p_ * W)
-                                        n_seen = T.axis.spatial(BC + 1, T.max(T.min(n_keys, _visible(causal, i0 + p_ * W + W - 1, causal_offset, seq_kv) - j0), i64(0)))
-                                        n_all = T.axis.spatial(BC + 1, T.max(T.min(n_keys, _visible(causal, i0 + p_ * W, causal_offset, seq_kv) - j0), i64(0)))
+                                row: T.let = i0 + p * c.Wq
+                                # Keys of the block that every row, and any row, of the panel sees.
+                                n_all: T.let = blocks.visible_keys(
+                                    row, n_keys, c.causal, causal_offset - j0, clamp
+                                )
+                                n_any: T.let = blocks.visible_keys(
+                                    row + (c.Wq - 1), n_keys, c.causal, causal_offset - j0, clamp
+                                )
+                                # Lane i sees key j of the block iff j <= diagonal + i.
+                                diagonal: T.let = T.cast(
+                                    clamp(row + causal_offset - j0, -c.Bc - c.Wq, c.Bc), "int32"
+                                )
+                                S = T.sblock_alloc_buffer((c.s_tiles * c.Rs, c.Wq))
+                                m_tile = T.sblock_alloc_buffer((c.s_tiles, c.Wq))
+                                alpha = T.sblock_alloc_buffer((c.Wq,))
+                                for tile in range(ceil_div(n_any, c.Rs)):
+                                    with T.sblock("S_ij"):
+                                        jt = T.axis.spatial(c.s_tiles, tile)
                                         T.reads()
                                         T.writes()
-                                        for jt_ in range(_ceil(n_seen, RS)):
-                                            with T.sblock("S_tile"):
-                                                jt = T.axis.spatial(_ceil(BC, RS), jt_)
-                                                T.reads()
-                                                T.writes()
-                                                S_frag = T.sblock_alloc_buffer((RS, W), f32, scope="local")
-                                                for d, jj, ii in T.grid(D, RS, W):
-                                                    with T.sblock("S_update"):
-                                                        vd, vj, vi = T.axis.remap("RSS", [d, jj, ii])
-                                                        with T.init():
-                                                            S_frag[vj, vi] = T.float32(0)
-                                                        S_frag[vj, vi] += K_j[jt * RS + vj, vd] * QT[p, vd, vi]
-                                                if causal:
-                                                    if jt * RS + RS > n_all:
-                                                        for jj, ii in T.grid(RS, W):
-                                                            with T.sblock("S_mask"):
-                                                                vj, vi = T.axis.remap("SS", [jj, ii])
-                                                                S[jt * RS + vj, vi] = T.Select(
-                                                                    T.cast(jt * RS + vj, "int32") <= T.cast(ip + causal_offset - j0, "int32") + T.cast(vi, "int32"),
-                                                                    S_frag[vj, vi], minus_inf)
-                                                    else:
-                                                        for jj, ii in T.grid(RS, W):
-                                                            with T.sblock("S_store"):
-                                                                vj, vi = T.axis.remap("SS", [jj, ii])
-                                                                S[jt * RS + vj, vi] = S_frag[vj, vi]
-                                                else:
-                                                    for jj, ii in T.grid(RS, W):
-                                                        with T.sblock("S_store"):
-                                                            vj, vi = T.axis.remap("SS", [jj, ii])
-                                                            S[jt * RS + vj, vi] = S_frag[vj, vi]
-                                                for jj, ii in T.grid(RS, W):
-                                                    with T.sblock("S_max"):
-                                                        vj, vi = T.axis.remap("RS", [jj, ii])
-                                                        with T.init():
-                                                            m_tile[jt, vi] = minus_inf
-                                                        m_tile[jt, vi] = T.max(m_tile[jt, vi], S[jt * RS + vj, vi])
-                                        for jt, ii in T.grid(_ceil(n_seen, RS), W):
-                                            with T.sblock("m_new"):
-                                                vt = T.axis.reduce(_ceil(n_seen, RS), jt)
-                                                vi = T.axis.spatial(W, ii)
-                                                with T.init():
-                                                    m_new[vi] = m[p, vi]
-                                                m_new[vi] = T.max(m_new[vi], m_tile[vt, vi])
-                                        for ii in range(W):
-                                            with T.sblock("m_safe"):
-                                                vi = T.axis.remap("S", [ii])
-                                                m_safe[vi] = T.Select(m_new[vi] == minus_inf, T.float32(0), m_new[vi])
-                                        for ii in range(W):
-                                            with T.sblock("alpha"):
-                                                vi = T.axis.remap("S", [ii])
-                                                alpha[vi] = softmax.exp2(m[p, vi] - m_safe[vi])
-                                        for ii in range(W):
-                                            with T.sblock("m"):
-                                                vi = T.axis.remap("S", [ii])
-                                                m[p, vi] = m_new[vi]
-                                        for jj in range(n_seen):
-                                            for ii in range(W):
-                                                with T.sblock("P"):
-                                                    vj = T.axis.spatial(BC, jj)
-                                                    vi = T.axis.spatial(W, ii)
-                                                    T.reads(m_safe[vi])
-                                                    T.writes(S[vj, vi])
-                                                    S[vj, vi] = softmax.exp2(S[vj, vi] - m_safe[vi])
-                                            for ii in range(W):
-                                                with T.sblock("l_new"):
-                                                    vj = T.axis.reduce(BC, jj)
-                                                    vi = T.axis.spatial(W, ii)
-                                                    with T.init():
-                                                        l_new[vi] = l[p, vi] * alpha[vi]
-                                                    l_new[vi] = l_new[vi] + S[vj, vi]
-                                        for ii in range(W):
-                                            with T.sblock("l"):
-                                                vi = T.axis.remap("S", [ii])
-                                                l[p, vi] = l_new[vi]
-                                        for dt_ in range(o_tiles):
-                                            with T.sblock("O_tile"):
-                                                dt = T.axis.spatial(o_tiles, dt_)
-                                                T.reads()
-                                                T.writes()
-                                                O_frag = T.sblock_alloc_buffer((RO, W), f32, scope="local")
-                                                for jj in range(n_seen):
-                                                    for r, ii in T.grid(RO, W):
-                                                        with T.sblock("O_update"):
-                                                            vj = T.axis.reduce(n_seen, jj)
-                                                            vr, vi = T.axis.remap("SS", [r, ii])
-                                                            with T.init():
-                                                                O_frag[vr, vi] = OT[p, dt * RO + vr, vi] * alpha[vi]
-                                                            O_frag[vr, vi] += V_j[dt, vj, vr] * S[vj, vi]
-                                                for r, ii in T.grid(RO, W):
-                                                    with T.sblock("O_store"):
-                                                        vr, vi = T.axis.remap("SS", [r, ii])
-                                                        OT[p, dt * RO + vr, vi] = O_frag[vr, vi]
-                        for p_ in range(n_panels):
-                            with T.sblock("O_i"):
-                                p = T.axis.spatial(n_panels, p_)
-                                ip = T.axis.spatial(seq_q, i0 + p_ * W)
-                                T.reads()
-                                T.writes()
-                                for ii in range(T.min(W, seq_q - ip)):
-                                    for d in range(Dv):
-                                        O[b, ip + ii, h, d] = T.cast(T.Select(l[p, ii] == T.float32(0), T.float32(0), OT[p, d, ii] / l[p, ii]), dtype)
-                                    LSE[b, h, ip + ii] = m[p, ii] * T.float32(softmax.LN_2) + softmax.log(l[p, ii])
+                                        scores(c, K_j, QT, S, m_tile, p, jt, n_all, diagonal)
+                                online_softmax(c, S, m_tile, alpha, m, l, p, n_any)
+                                for tile in range(c.o_tiles):
+                                    with T.sblock("O_i"):
+                                        dt = T.axis.spatial(c.o_tiles, tile)
+                                        T.reads()
+                                        T.writes()
+                                        accumulate(
+                                            c, V_j, S, alpha, OT, p, dt, n_all, n_any, diagonal
+                                        )
+                for panel in range(n_panels):
+                    with T.sblock("epilogue"):
+                        p = T.axis.spatial(n_panels, panel)
+                        T.reads()
+                        T.writes()
+                        store_panel(c, OT, m, l, O, LSE, b, h, i0, p, seq_q)
 
     return forward
 
 
-def _visible(causal: bool, row: Any, causal_offset: Any, seq_kv: Any) -> Any:
-    if not causal:
-        return seq_kv
-    return T.max(T.min(row + causal_offset + 1, seq_kv), T.int64(0))
+# Blocks whose last loop runs over the queries of a panel; in the second list the loop before it
+# runs over the rows of a register tile.
+LANE_BLOCKS = ("O_zero", "m_l_zero", "m_new", "m_safe", "alpha", "m", "P_ij", "l_new", "l")
+TILE_BLOCKS = (
+    "S_update",
+    "S_store",
+    "S_mask",
+    "S_max",
+    "O_update",
+    "O_update_masked",
+    "O_store",
+)
+REDUCTIONS = ("S_update", "S_max", "m_new", "l_new", "O_update")
 
 
-def apply_tiles(sch: Any, lanes: int, causal: bool) -> None:
-    """Register tiles: unrolled rows, vectors of the native width; tasks in parallel."""
-    names = ["OT_zero", "ml_zero", "S_update", "S_store", "S_max", "m_new", "m_safe", "alpha", "m",
-             "P", "l_new", "l", "O_update", "O_store"]
-    if causal:
-        names.append("S_mask")
-    for name in names:
-        block = sch.get_sblock(name)
-        *outer, i = sch.get_loops(block)
-        vectors, lane = sch.split(i, [None, lanes])
-        sch.vectorize(lane)
-        sch.unroll(vectors)
-        if name in ("S_update", "O_update", "S_store", "S_max", "O_store", "S_mask"):
+def apply_tiles(sch: Any, lanes: int) -> None:
+    """Register tiles: rows unrolled, vectors of the native width; tasks in parallel."""
+    for name, block in sblocks(sch).items():
+        *outer, last = sch.get_loops(block) or (None,)
+        if name in LANE_BLOCKS + TILE_BLOCKS:
+            vectors, lane = sch.split(last, [None, lanes])
+            sch.vectorize(lane)
+            sch.unroll(vectors)
+        if name in TILE_BLOCKS:
             sch.unroll(outer[-1])
-        if name in ("S_update", "O_update", "S_max", "m_new", "l_new"):
+        if name in REDUCTIONS:
             sch.decompose_reduction(block, outer[0])
+        if name == "V_j":
+            sch.vectorize(last)
+            sch.unroll(outer[-1])
     sch.parallel(sch.get_loops(sch.get_sblock("task"))[0])
