@@ -215,7 +215,7 @@ def made_up_rows() -> list[dict[str, Any]]:
 
 def test_report_is_made_of_the_rows() -> None:
     text = markdown(made_up_rows())
-    assert "geometric mean **3.00**, least 1.50, over 2 problems" in text
+    assert "| float32, forward | 2 | 3.00 | 1.50 | 6.00 | 429–1074 |" in text
     assert "flex-compiled is absent: it is not here." in text
     assert "Test CPU (cpu_test), 2 threads" in text
     assert "0123456789ab with changes" in text

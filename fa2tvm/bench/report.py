@@ -78,9 +78,39 @@ def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ruler, *lines])
 
 
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """One line for each dtype, pass and mode, and one for each dtype with several passes."""
+    lines = []
+    for of_dtype in _grouped(rows, lambda row: f"{row['dtype']}, {row['mode']}"):
+        by_pass = _grouped(of_dtype, lambda row: str(row["pass"]))
+        for group in by_pass if len(by_pass) == 1 else [*by_pass, of_dtype]:
+            ratios = [r for r in map(ratio, cells(group)) if r is not None]
+            if not ratios:
+                continue
+            shares = [
+                100_000 * row["tflops"] / row["run"]["peak_gflops"]
+                for row in group
+                if row["peer"] == OURS and row["tflops"] and row["run"]["peak_gflops"]
+            ]
+            passes = " and ".join(dict.fromkeys(row["pass"] for row in group))
+            share = f"{min(shares):.0f}–{max(shares):.0f}" if shares else "–"
+            lines.append(
+                [
+                    f"{group[0]['dtype']}, {passes}",
+                    str(len(ratios)),
+                    f"{geometric_mean(ratios):.2f}",
+                    f"{min(ratios):.2f}",
+                    f"{max(ratios):.2f}",
+                    share,
+                ]
+            )
+    header = ["F.sdpa / fa2tvm", "problems", "geometric mean", "least", "most", "% of peak"]
+    return [_table(header, lines)] if lines else []
+
+
 def _speed_tables(rows: Sequence[Row]) -> list[str]:
-    """A table for each dtype, pass and mode, the mean of its ratios, and why a peer is absent."""
-    parts = []
+    """The summary, a table for each dtype, pass and mode, and why a peer is absent."""
+    parts = _summary(rows)
     for group in _grouped(rows, lambda row: f"{row['dtype']}, {row['pass']}, {row['mode']}"):
         first = group[0]
         parts.append(f"#### {first['dtype']}, {first['pass']} ({first['mode']})")
@@ -90,12 +120,6 @@ def _speed_tables(rows: Sequence[Row]) -> list[str]:
         header = ["problem", "fa2tvm ms", "GFLOP/s", "% of peak", "F.sdpa / fa2tvm"]
         header += [f"{peer} ms" for peer in timed]
         parts.append(_table(header, [_speed_line(cell, timed) for cell in group_cells]))
-        ratios = [r for r in map(ratio, group_cells) if r is not None]
-        if ratios:
-            parts.append(
-                f"F.sdpa / fa2tvm: geometric mean **{geometric_mean(ratios):.2f}**, "
-                f"least {min(ratios):.2f}, over {len(ratios)} problems."
-            )
         parts += _absences(group)
     return parts
 

@@ -53,7 +53,7 @@ def bench(
     """Compare with F.scaled_dot_product_attention and others: right before timed, interleaved.
 
     Without a problem it measures the speed table of the CPU in all three dtypes.
-    Writes the rows as JSON lines and CSV, a picture of them, and prints them as Markdown.
+    Writes the rows as JSON lines and CSV, their tables as Markdown, and a picture of them.
     """
     from fa2tvm.bench.rows import read_rows
 
@@ -65,6 +65,7 @@ def bench(
     from fa2tvm.bench import suite
     from fa2tvm.bench.machine import provenance
     from fa2tvm.bench.measure import Policy
+    from fa2tvm.bench.report import markdown
     from fa2tvm.bench.rows import write_rows
 
     if scaling + calls + bool(problems) > 1:
@@ -91,6 +92,9 @@ def bench(
     path = out or Path("benchmarks") / detect().slug / f"{what}.jsonl"
     for written in write_rows(measured, path):
         typer.echo(f"wrote {written}", err=True)
+    tables = path.with_suffix(".md")
+    tables.write_text(f"# {what}\n\n{markdown(measured)}", encoding="utf-8")
+    typer.echo(f"wrote {tables}", err=True)
     _show(measured, plot or path.with_suffix(".png"))
 
 

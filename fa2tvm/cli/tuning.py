@@ -15,6 +15,7 @@ from fa2tvm.problem import Problem
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(takes_problems(tune))
+    app.command()(takes_problems(promote))
     app.command()(takes_problems(export))
 
 
@@ -79,3 +80,40 @@ def tune(
             )
         typer.echo(f"{problem.name}: {result.message}")
         typer.echo(f"log: {result.folder}")
+
+
+def promote(
+    problems: list[Problem],
+    device: DeviceOption = "native",
+    top: Annotated[int, typer.Option(help="Trials that are measured again.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 15,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 1,
+    logs: Annotated[
+        Path | None,
+        typer.Option(help="Root of the logs (default: in FA2TVM_HOME).", show_default=False),
+    ] = None,
+    schedules: Annotated[
+        Path | None,
+        typer.Option(help="Root of the records (default: in FA2TVM_HOME).", show_default=False),
+    ] = None,
+) -> None:
+    """Measure the best trials of each problem again beside the default and record the winner.
+
+    From then on calls use it. To ship records with the package, give its folders: --logs
+    tuning_logs --schedules schedules.
+    """
+    from fa2tvm.tune.promote import promote as measure_again
+
+    target = device_named(device)
+    for problem in require_some(problems):
+        verdict = measure_again(
+            problem,
+            target,
+            logs=logs,
+            schedules=schedules,
+            top=top,
+            rounds=rounds,
+            seed=seed,
+        )
+        typer.echo(verdict.message)
+        typer.echo(f"wrote {verdict.path}")
