@@ -1,20 +1,37 @@
-"""Algorithm 2 for CPUs: five GEMMs a block pair, keys or head columns on the vector lanes.
+"""Algorithm 2 for CPUs: keys or head columns lie on the vector lanes, five products a block pair.
 
-The plan, its floor and the measurements behind it are in cpu_bwd.md.
+One task is one key head of one batch entry, or one of `splits` parts of its keys. It goes over its
+key blocks and, for each, over the query blocks that see it, with dK_j and dV_j at hand and a dQ of
+its own in the workspace, so nothing is shared. S, dP [query, key] have keys on the lanes, dV_j,
+dK_j and dQ_i have head columns there: no product needs a reduction across lanes, and only K_j and
+V_j are transposed, once a key block. The plan, its floor and the measurements behind it are in
+cpu_bwd.md.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import s_tir
 from tvm.script import tirx as T
 
+from fa2tvm import blocks
 from fa2tvm.device import Device
 from fa2tvm.kernels import softmax
+from fa2tvm.kernels.script import ceil_div, clamp, sblocks
 from fa2tvm.problem import DTYPE_BYTES, Variant
 from fa2tvm.schedule import CpuBackward
+
+ZERO = T.float32(0)
+ONE = T.float32(1)
+INF = T.float32(float("inf"))
+NAN = T.float32(float("nan"))
+LOG2_E = T.float32(softmax.LOG2_E)
+# Beyond it float32 keeps LSE to 2**-17 or worse, which is an error of P of that size: the row's
+# maximum and sum are then computed again, so that each row of P sums to 1.
+LSE_PRECISE = T.float32(256)
 
 
 def build(variant: Variant, schedule: CpuBackward, device: Device) -> tvm.IRModule:
@@ -22,22 +39,367 @@ def build(variant: Variant, schedule: CpuBackward, device: Device) -> tvm.IRModu
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
     """
-    sch = s_tir.Schedule(program(variant, schedule))
+    del device  # `lanes` is a decision of the schedule.
+    sch = s_tir.Schedule(program(Sizes.of(variant, schedule)))
     apply_tiles(sch, variant, schedule)
     return tvm.IRModule({"backward": sch.mod["main"]})
 
 
-def program(variant: Variant, schedule: CpuBackward) -> Any:
-    """Algorithm 2 as block-level TensorIR, before any loop is tiled, vectorised or unrolled."""
-    dtype, align = variant.dtype, DTYPE_BYTES[variant.dtype]
-    causal = variant.causal
-    i64, f32 = T.int64, "float32"
-    D, Dv = i64(variant.head_dim_qk), i64(variant.head_dim_v)
-    D_pad, Dv_pad = (i64(schedule.padded(d)) for d in (variant.head_dim_qk, variant.head_dim_v))
-    BR, BC = i64(schedule.block_q), i64(schedule.block_kv)
-    zero, one = i64(0), i64(1)
-    f_zero = T.float32(0)
-    infinity = T.float32(float("inf"))
+@dataclass(frozen=True)
+class Sizes:
+    """Compile-time sizes of the program as TensorIR int64 constants; `Dp`, `Dvp` are padded."""
+
+    dtype: str
+    causal: bool
+    D: Any
+    Dv: Any
+    Dp: Any
+    Dvp: Any
+    Br: Any
+    Bc: Any
+    lanes: Any
+
+    @classmethod
+    def of(cls, variant: Variant, schedule: CpuBackward) -> Sizes:
+        """The sizes that a variant and a schedule give."""
+        sizes = {
+            "D": variant.head_dim_qk,
+            "Dv": variant.head_dim_v,
+            "Dp": schedule.padded(variant.head_dim_qk),
+            "Dvp": schedule.padded(variant.head_dim_v),
+            "Br": schedule.block_q,
+            "Bc": schedule.block_kv,
+            "lanes": schedule.lanes,
+        }
+        return cls(variant.dtype, variant.causal, **{k: T.int64(x) for k, x in sizes.items()})
+
+
+def visible(c: Sizes, i: Any, j0: Any, n_keys: Any, causal_offset: Any) -> Any:
+    """How many of the n_keys keys of the block at j0 query row i sees."""
+    return blocks.visible_keys(i, n_keys, c.causal, causal_offset - j0, clamp)
+
+
+def first_query_block(c: Sizes, j0: Any, seq_q: Any, causal_offset: Any) -> Any:
+    """The first query block that sees key j0; the number of query blocks if none does."""
+    if not c.causal:
+        return T.int64(0)
+    row = blocks.first_row(j0, seq_q, c.causal, causal_offset, clamp)
+    return T.Select(row == seq_q, ceil_div(seq_q, c.Br), T.truncdiv(row, c.Br))
+
+
+@T.inline
+def row_statistics(c, O, dO, LSE, dLSE, W, b, h, i0, row0, stats, seq_q, has_dlse):
+    """Line 4: D_i = rowsum(dO_i o O_i) - dLSE_i, and L_i; W also gets R_i, a factor of P_i.
+
+    A row past the end, or that sees nothing, has L = inf, so that exp(S - L) is 0. The sum is taken
+    in the order of dP's, so that dP - D is exactly 0 where P is one-hot.
+    """
+    D_i = T.sblock_alloc_buffer((c.Br,))
+    for i, d in T.grid(c.Br, c.Dv):
+        with T.sblock("D"):
+            vi, vd = T.axis.remap("SR", [i, d])
+            with T.init():
+                D_i[vi] = ZERO
+            D_i[vi] = D_i[vi] + T.cast(dO[b, T.min(i0 + vi, seq_q - 1), h, vd], "float32") * T.cast(
+                O[b, T.min(i0 + vi, seq_q - 1), h, vd], "float32"
+            )
+    for i in range(c.Br):
+        W[row0 + i] = INF
+        W[stats + row0 + i] = D_i[i]
+        W[2 * stats + row0 + i] = ONE
+        if i0 + i < seq_q:
+            W[row0 + i] = LSE[b, h, i0 + i]
+            if LSE[b, h, i0 + i] == -INF:
+                W[row0 + i] = INF
+            # A logit of inf makes all of its row NaN, as inf - inf is.
+            if LSE[b, h, i0 + i] == INF:
+                W[row0 + i] = NAN
+            if has_dlse != 0:
+                W[stats + row0 + i] = D_i[i] - dLSE[b, h, i0 + i]
+
+
+@T.inline
+def load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys, softmax_scale):
+    """Line 6: K_j widened, zero past the end, and its transpose times the softmax scale."""
+    for j in range(c.Bc):
+        if j < n_keys:
+            for d in range(c.D):
+                K_j[j, d] = T.cast(K[b, j0 + j, hk, d], "float32")
+        else:
+            for d in range(c.D):
+                K_j[j, d] = ZERO
+    for j, d in T.grid(c.Bc, c.D):
+        KT_j[d, j] = K_j[j, d] * softmax_scale
+
+
+@T.inline
+def load_values(c, V, VT_j, b, hk, j0, n_keys):
+    """Line 6: V_j transposed, zero past the end."""
+    for j in range(c.Bc):
+        if j < n_keys:
+            for d in range(c.Dv):
+                VT_j[d, j] = T.cast(V[b, j0 + j, hk, d], "float32")
+        else:
+            for d in range(c.Dv):
+                VT_j[d, j] = ZERO
+
+
+@T.inline
+def load_rows(X, X_i, W, b, h, i0, row0, D):
+    """Line 9: rows of Q or dO widened; zero for those that see nothing."""
+    for i in range(X_i.shape[0]):
+        if W[row0 + i] != INF:
+            for d in range(D):
+                X_i[i, d] = T.cast(X[b, i0 + i, h, d], "float32")
+        else:
+            for d in range(D):
+                X_i[i, d] = ZERO
+
+
+@T.inline
+def clear(name, X):
+    """X = 0."""
+    for i, d in T.grid(X.shape[0], X.shape[1]):
+        with T.sblock(name):
+            vi, vd = T.axis.remap("SS", [i, d])
+            X[vi, vd] = ZERO
+
+
+@T.inline
+def product(name, C, A, B, n):
+    """C = A[:, :n] B, B [n, lanes]."""
+    for i, j, k in T.grid(C.shape[0], C.shape[1], n):
+        with T.sblock(name):
+            vi, vj, vk = T.axis.remap("SSR", [i, j, k])
+            with T.init():
+                C[vi, vj] = ZERO
+            C[vi, vj] = C[vi, vj] + A[vi, vk] * B[vk, vj]
+
+
+@T.inline
+def add_transposed_product(name, C, A, B):
+    """C = C + A^T B."""
+    for i, j, k in T.grid(C.shape[0], C.shape[1], A.shape[0]):
+        with T.sblock(name):
+            vi, vj, vk = T.axis.remap("SSR", [i, j, k])
+            with T.init():
+                C[vi, vj] = C[vi, vj]
+            C[vi, vj] = C[vi, vj] + A[vk, vi] * B[vk, vj]
+
+
+@T.inline
+def add_dq(c, W, dq0, dS, K_j):
+    """Line 15: dQ_i = dQ_i + dS_ij K_j, dQ_i at dq0 of W."""
+    for i, d, j in T.grid(c.Br, c.Dp, c.Bc):
+        with T.sblock("dQ"):
+            vi, vd, vj = T.axis.remap("SSR", [i, d, j])
+            with T.init():
+                W[dq0 + vi * c.Dp + vd] = W[dq0 + vi * c.Dp + vd]
+            W[dq0 + vi * c.Dp + vd] = W[dq0 + vi * c.Dp + vd] + dS[vi, vj] * K_j[vj, vd]
+
+
+@T.inline
+def probabilities(c, S, dP, P, dS, W, row0, stats):
+    """Lines 11 and 14: P_ij = exp(S_ij - L_i) R_i and dS_ij = P_ij o (dP_ij - D_i)."""
+    for i, j in T.grid(c.Br, c.Bc):
+        with T.sblock("P"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            P[vi, vj] = softmax.exp2((S[vi, vj] - W[row0 + vi]) * LOG2_E) * W[2 * stats + row0 + vi]
+    for i, j in T.grid(c.Br, c.Bc):
+        with T.sblock("dS"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            dS[vi, vj] = P[vi, vj] * (dP[vi, vj] - W[stats + row0 + vi])
+
+
+@T.inline
+def masked_probabilities(c, S, dP, P, dS, W, row0, stats, n_seen):
+    """The same, and exactly 0 for what a row does not see, even where that is NaN."""
+    for i, j in T.grid(c.Br, c.Bc):
+        with T.sblock("P_masked"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            P[vi, vj] = T.Select(
+                T.cast(vj, "int32") < n_seen[vi],
+                softmax.exp2((S[vi, vj] - W[row0 + vi]) * LOG2_E) * W[2 * stats + row0 + vi],
+                ZERO,
+            )
+    for i, j in T.grid(c.Br, c.Bc):
+        with T.sblock("dS_masked"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            dS[vi, vj] = T.Select(
+                T.cast(vj, "int32") < n_seen[vi],
+                P[vi, vj] * (dP[vi, vj] - W[stats + row0 + vi]),
+                ZERO,
+            )
+
+
+@T.inline
+def count_seen(c, W, n_seen, i0, j0, row0, n_keys, causal_offset):
+    """How many keys of the block each row sees."""
+    for i in range(c.Br):
+        n_seen[i] = T.Select(
+            W[row0 + i] == INF,
+            T.int32(0),
+            T.cast(visible(c, i0 + i, j0, n_keys, causal_offset), "int32"),
+        )
+
+
+def is_odd(x: Any) -> Any:
+    """1 for NaN and infinity, else 0. TVM folds x != x and x - x, so neither would do."""
+    return T.Select(T.max(x, -x) < INF, T.int32(0), T.int32(1))
+
+
+@T.inline
+def find_odd_keys(c, K_j, odd_keys):
+    """Some lane of odd_keys is 1 iff some K_j is NaN or infinite; the others are 0."""
+    for lane in range(c.lanes):
+        odd_keys[lane] = T.int32(0)
+    for j, d, lane in T.grid(c.Bc, T.truncdiv(c.Dp, c.lanes), c.lanes):
+        odd_keys[lane] = T.max(odd_keys[lane], is_odd(K_j[j, d * c.lanes + lane]))
+
+
+@T.inline
+def find_odd(c, W, row0, stats, odd_keys, odd):
+    """Set odd to 1 iff a row or key of the block pair may be NaN or infinite."""
+    for lane in range(c.lanes):
+        odd[0] = T.max(odd[0], odd_keys[lane])
+    for i in range(c.Br):
+        # Q that is not finite makes L NaN, dO that is not finite makes D so.
+        if W[row0 + i] != INF:
+            odd[0] = T.max(odd[0], T.max(is_odd(W[row0 + i]), is_odd(W[stats + row0 + i])))
+
+
+@T.inline
+def add_seen_only(c, P, dS, Q_i, dO_i, K_j, dK_j, dV_j, W, dq0, n_seen):
+    """Lines 12, 15 and 16 pair by pair: 0 NaN is NaN, so what is not seen must not take part."""
+    for i in range(c.Br):
+        for j in range(n_seen[i]):
+            for d in range(c.Dv):
+                dV_j[j, d] = dV_j[j, d] + P[i, j] * dO_i[i, d]
+            for d in range(c.D):
+                dK_j[j, d] = dK_j[j, d] + dS[i, j] * Q_i[i, d]
+            for d in range(c.D):
+                W[dq0 + i * c.Dp + d] = W[dq0 + i * c.Dp + d] + dS[i, j] * K_j[j, d]
+
+
+@T.inline
+def needed_products(c, P, dS, Q_i, dO_i, K_j, dK_j, dV_j, W, dq0, need_dq, need_dk, need_dv):
+    """Lines 12, 15 and 16, the needed ones."""
+    if need_dv != 0:
+        add_transposed_product("dV", dV_j, P, dO_i)
+    if need_dk != 0:
+        add_transposed_product("dK", dK_j, dS, Q_i)
+    if need_dq != 0:
+        add_dq(c, W, dq0, dS, K_j)
+
+
+@T.inline
+def store_rows(X, X_j, b, j0, hk, n_keys, D, scale):
+    """Line 18: the key block's finished gradient."""
+    for j, d in T.grid(n_keys, D):
+        X[b, j0 + j, hk, d] = T.cast(X_j[j, d] * scale, X.dtype)
+
+
+@T.inline
+def store_dq(c, dQ, W, b, h, i0, dq0, split_stride, n_rows, n_splits, softmax_scale):
+    """dQ_i, summed over the splits of the keys."""
+    dQ_i = T.sblock_alloc_buffer((c.D,))
+    for i in range(n_rows):
+        for d in range(c.D):
+            dQ_i[d] = ZERO
+        for s in range(n_splits):
+            for d in range(c.D):
+                dQ_i[d] = dQ_i[d] + W[dq0 + s * split_stride + i * c.Dp + d]
+        for d in range(c.D):
+            dQ[b, i0 + i, h, d] = T.cast(dQ_i[d] * softmax_scale, c.dtype)
+
+
+def is_loud(L: Any) -> Any:
+    """Whether float32 keeps this LSE too coarsely; false for NaN and where nothing is seen."""
+    return T.And(L != INF, T.max(L, -L) > LSE_PRECISE)
+
+
+@T.inline
+def find_loud(c, W, row0, loud):
+    """Set loud to 1 iff some row's LSE is loud, else to 0."""
+    loud[0] = T.int32(0)
+    for i in range(c.Br):
+        if is_loud(W[row0 + i]):
+            loud[0] = T.int32(1)
+
+
+@T.inline
+def online_statistics(c, S, m, l, n_seen):
+    """Algorithm 1's line 9 on each lane by itself: maximum and sum of S_ij over a lane's keys."""
+    for i, v, lane in T.grid(c.Br, T.truncdiv(c.Bc, c.lanes), c.lanes):
+        with T.sblock("online"):
+            vi, vv, vl = T.axis.remap("SSS", [i, v, lane])
+            T.reads(n_seen[vi])
+            T.writes(m[vi, vl], l[vi, vl])
+            s = T.meta_var(
+                T.Select(
+                    T.cast(vv * c.lanes + vl, "int32") < n_seen[vi], S[vi, vv * c.lanes + vl], -INF
+                )
+            )
+            m_new = T.meta_var(T.max(m[vi, vl], s))
+            safe = T.meta_var(T.Select(m_new == -INF, ZERO, m_new))
+            l[vi, vl] = l[vi, vl] * softmax.exp2((m[vi, vl] - safe) * LOG2_E) + softmax.exp2(
+                (s - safe) * LOG2_E
+            )
+            m[vi, vl] = m_new
+
+
+@T.inline
+def renormalise(c, W, m, l, row0, stats):
+    """For loud rows: L_i becomes the row's maximum and R_i one over its sum."""
+    for i in range(c.Br):
+        if is_loud(W[row0 + i]):
+            W[row0 + i] = -INF
+            for lane in range(c.lanes):
+                W[row0 + i] = T.max(W[row0 + i], m[i, lane])
+            W[2 * stats + row0 + i] = ZERO
+            for lane in range(c.lanes):
+                W[2 * stats + row0 + i] = W[2 * stats + row0 + i] + l[i, lane] * softmax.exp2(
+                    (m[i, lane] - W[row0 + i]) * LOG2_E
+                )
+            W[2 * stats + row0 + i] = ONE / W[2 * stats + row0 + i]
+
+
+@T.inline
+def exact_statistics(
+    c, Q, K, W, b, h, hk, i0, row0, stats, seq_q, seq_kv, causal_offset, softmax_scale
+):
+    """L_i and R_i of loud rows from S itself; one product more than Algorithm 2 has."""
+    Q_i = T.sblock_alloc_buffer((c.Br, c.Dp))
+    K_j = T.sblock_alloc_buffer((c.Bc, c.Dp))
+    KT_j = T.sblock_alloc_buffer((c.D, c.Bc))
+    S = T.sblock_alloc_buffer((c.Br, c.Bc))
+    m = T.sblock_alloc_buffer((c.Br, c.lanes))
+    l = T.sblock_alloc_buffer((c.Br, c.lanes))
+    n_seen = T.sblock_alloc_buffer((c.Br,), "int32")
+    n_visible: T.let = blocks.visible_keys(
+        T.min(i0 + c.Br, seq_q) - 1, seq_kv, c.causal, causal_offset, clamp
+    )
+    load_rows(Q, Q_i, W, b, h, i0, row0, c.D)
+    for i, lane in T.grid(c.Br, c.lanes):
+        m[i, lane] = -INF
+        l[i, lane] = ZERO
+    for block in range(ceil_div(n_visible, c.Bc)):
+        with T.sblock("row_keys"):
+            j0 = T.axis.opaque(seq_kv, block * c.Bc)
+            T.reads()
+            T.writes()
+            n_keys: T.let = T.min(c.Bc, seq_kv - j0)
+            load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys, softmax_scale)
+            product("S_rows", S, Q_i, KT_j, c.D)
+            count_seen(c, W, n_seen, i0, j0, row0, n_keys, causal_offset)
+            online_statistics(c, S, m, l, n_seen)
+    renormalise(c, W, m, l, row0, stats)
+
+
+def program(c: Sizes) -> Any:
+    """Algorithm 2 as block-level TensorIR, before any loop is tiled, vectorised or parallel."""
+    one = T.int64(1)
+    align = DTYPE_BYTES[c.dtype]
 
     @T.prim_func(s_tir=True)
     def backward(
@@ -51,7 +413,7 @@ def program(variant: Variant, schedule: CpuBackward) -> Any:
         dq: T.handle,
         dk: T.handle,
         dv: T.handle,
-        scratch: T.handle,
+        workspace: T.handle,
         softmax_scale: T.float32,
         causal_offset: T.int64,
         has_dlse: T.int32,
@@ -61,269 +423,241 @@ def program(variant: Variant, schedule: CpuBackward) -> Any:
         splits: T.int32,
     ):
         T.func_attr({"global_symbol": "backward", "tirx.noalias": True})
-        batch, seq_q, seq_kv, heads, heads_kv = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
-        qs0, qs1, qs2 = T.int64(), T.int64(), T.int64()
-        ks0, ks1, ks2 = T.int64(), T.int64(), T.int64()
-        vs0, vs1, vs2 = T.int64(), T.int64(), T.int64()
-        os0, os1, os2 = T.int64(), T.int64(), T.int64()
-        dos0, dos1, dos2 = T.int64(), T.int64(), T.int64()
-        # A gradient that is not needed is passed as a dummy, so its sizes are its own.
-        dls = [T.int64() for _ in range(3)]
-        dqs = [T.int64() for _ in range(6)]
-        dks = [T.int64() for _ in range(6)]
-        dvs = [T.int64() for _ in range(6)]
+        batch, seq_q, seq_kv = T.int64(), T.int64(), T.int64()
+        heads, heads_kv = T.int64(), T.int64()
+        qb, qs, qh = T.int64(), T.int64(), T.int64()
+        kb, ks, kh = T.int64(), T.int64(), T.int64()
+        vb, vs, vh = T.int64(), T.int64(), T.int64()
+        ob, os, oh = T.int64(), T.int64(), T.int64()
+        gb, gs, gh = T.int64(), T.int64(), T.int64()
+        # What is not needed is a dummy of any size.
+        l0, l1, l2 = T.int64(), T.int64(), T.int64()
+        dq0, dq1, dq2 = T.int64(), T.int64(), T.int64()
+        dqb, dqs, dqh = T.int64(), T.int64(), T.int64()
+        dk0, dk1, dk2 = T.int64(), T.int64(), T.int64()
+        dkb, dks, dkh = T.int64(), T.int64(), T.int64()
+        dv0, dv1, dv2 = T.int64(), T.int64(), T.int64()
+        dvb, dvs, dvh = T.int64(), T.int64(), T.int64()
         floats = T.int64()
-        Q = T.match_buffer(q, (batch, seq_q, heads, D), dtype, strides=(qs0, qs1, qs2, one), align=align)
-        K = T.match_buffer(k, (batch, seq_kv, heads_kv, D), dtype, strides=(ks0, ks1, ks2, one), align=align)
-        V = T.match_buffer(v, (batch, seq_kv, heads_kv, Dv), dtype, strides=(vs0, vs1, vs2, one), align=align)
-        O = T.match_buffer(o, (batch, seq_q, heads, Dv), dtype, strides=(os0, os1, os2, one), align=align)
-        LSE = T.match_buffer(lse, (batch, heads, seq_q), f32, align=4)
-        dO = T.match_buffer(do, (batch, seq_q, heads, Dv), dtype, strides=(dos0, dos1, dos2, one), align=align)
-        dLSE = T.match_buffer(dlse, (dls[0], dls[1], dls[2]), f32, align=4)
-        dQ = T.match_buffer(dq, (dqs[0], dqs[1], dqs[2], D), dtype, strides=(dqs[3], dqs[4], dqs[5], one), align=align)
-        dK = T.match_buffer(dk, (dks[0], dks[1], dks[2], D), dtype, strides=(dks[3], dks[4], dks[5], one), align=align)
-        dV = T.match_buffer(dv, (dvs[0], dvs[1], dvs[2], Dv), dtype, strides=(dvs[3], dvs[4], dvs[5], one), align=align)
-        W = T.match_buffer(scratch, (floats,), f32, align=4)
-        # W: L in log2 units [batch, heads, rows], D [batch, heads, rows], dQ [splits, batch, heads, rows, D_pad].
-        n_i = T.meta_var(_ceil(seq_q, BR))
-        n_j = T.meta_var(_ceil(seq_kv, BC))
-        rows = T.meta_var(_ceil(seq_q, BR) * BR)
-        stats = T.meta_var(batch * heads * rows)
-        group = T.meta_var(T.truncdiv(heads, T.max(heads_kv, one)))
-        n_splits = T.meta_var(T.cast(splits, "int64"))
-
+        Q = T.match_buffer(
+            q, (batch, seq_q, heads, c.D), c.dtype, strides=(qb, qs, qh, one), align=align
+        )
+        K = T.match_buffer(
+            k, (batch, seq_kv, heads_kv, c.D), c.dtype, strides=(kb, ks, kh, one), align=align
+        )
+        V = T.match_buffer(
+            v, (batch, seq_kv, heads_kv, c.Dv), c.dtype, strides=(vb, vs, vh, one), align=align
+        )
+        O = T.match_buffer(
+            o, (batch, seq_q, heads, c.Dv), c.dtype, strides=(ob, os, oh, one), align=align
+        )
+        LSE = T.match_buffer(lse, (batch, heads, seq_q), "float32", align=4)
+        dO = T.match_buffer(
+            do, (batch, seq_q, heads, c.Dv), c.dtype, strides=(gb, gs, gh, one), align=align
+        )
+        dLSE = T.match_buffer(dlse, (l0, l1, l2), "float32", align=4)
+        dQ = T.match_buffer(
+            dq, (dq0, dq1, dq2, c.D), c.dtype, strides=(dqb, dqs, dqh, one), align=align
+        )
+        dK = T.match_buffer(
+            dk, (dk0, dk1, dk2, c.D), c.dtype, strides=(dkb, dks, dkh, one), align=align
+        )
+        dV = T.match_buffer(
+            dv, (dv0, dv1, dv2, c.Dv), c.dtype, strides=(dvb, dvs, dvh, one), align=align
+        )
+        # L, D and R of every row, then dQ of every split: W[L | D | R | dQ ...].
+        W = T.match_buffer(workspace, (floats,), "float32", align=4)
+        n_i: T.let = ceil_div(seq_q, c.Br)
+        n_j: T.let = ceil_div(seq_kv, c.Bc)
+        rows: T.let = n_i * c.Br
+        stats: T.let = batch * heads * rows
+        group: T.let = T.truncdiv(heads, T.max(heads_kv, one))
+        n_splits: T.let = T.cast(splits, "int64")
         for task in range(batch * heads * n_i):
-            with T.sblock("D_i"):
+            with T.sblock("rows"):
                 t = T.axis.spatial(batch * heads * n_i, task)
                 T.reads()
                 T.writes()
-                bh = T.meta_var(T.truncdiv(t, n_i))
-                i0 = T.meta_var(T.truncmod(t, n_i) * BR)
-                b = T.meta_var(T.truncdiv(bh, heads))
-                h = T.meta_var(T.truncmod(bh, heads))
-                for r in range(BR):
-                    if i0 + r < seq_q:
-                        W[stats + bh * rows + i0 + r] = f_zero
-                        for c in range(Dv):
-                            W[stats + bh * rows + i0 + r] = W[stats + bh * rows + i0 + r] + T.cast(dO[b, i0 + r, h, c], f32) * T.cast(O[b, i0 + r, h, c], f32)
-                        if has_dlse != 0:
-                            W[stats + bh * rows + i0 + r] = W[stats + bh * rows + i0 + r] - dLSE[b, h, i0 + r]
-                        W[bh * rows + i0 + r] = _marked(LSE[b, h, i0 + r])
-                    else:
-                        W[stats + bh * rows + i0 + r] = f_zero
-                        W[bh * rows + i0 + r] = infinity
-
+                loud = T.sblock_alloc_buffer((1,), "int32")
+                b: T.let = T.truncdiv(t, heads * n_i)
+                h: T.let = T.truncmod(T.truncdiv(t, n_i), heads)
+                i0: T.let = T.truncmod(t, n_i) * c.Br
+                row0: T.let = t * c.Br
+                row_statistics(c, O, dO, LSE, dLSE, W, b, h, i0, row0, stats, seq_q, has_dlse)
+                find_loud(c, W, row0, loud)
+                if loud[0] != 0:
+                    for _ in range(one):
+                        with T.sblock("loud_rows"):
+                            hk = T.axis.opaque(heads_kv, T.truncdiv(h, group))
+                            T.reads()
+                            T.writes()
+                            exact_statistics(
+                                c,
+                                Q,
+                                K,
+                                W,
+                                b,
+                                h,
+                                hk,
+                                i0,
+                                row0,
+                                stats,
+                                seq_q,
+                                seq_kv,
+                                causal_offset,
+                                softmax_scale,
+                            )
         for task in range(batch * heads_kv * n_splits):
-            with T.sblock("task"):
+            with T.sblock("keys"):
                 t = T.axis.spatial(batch * heads_kv * n_splits, task)
                 T.reads()
                 T.writes()
-                K_j = T.sblock_alloc_buffer((BC, D_pad), f32)
-                KT_j = T.sblock_alloc_buffer((D, BC), f32)
-                VT_j = T.sblock_alloc_buffer((Dv, BC), f32)
-                dK_j = T.sblock_alloc_buffer((BC, D_pad), f32)
-                dV_j = T.sblock_alloc_buffer((BC, Dv_pad), f32)
-                Q_i = T.sblock_alloc_buffer((BR, D_pad), f32)
-                dO_i = T.sblock_alloc_buffer((BR, Dv_pad), f32)
-                S = T.sblock_alloc_buffer((BR, BC), f32)
-                dP = T.sblock_alloc_buffer((BR, BC), f32)
-                P = T.sblock_alloc_buffer((BR, BC), f32)
-                dS = T.sblock_alloc_buffer((BR, BC), f32)
-                for _ in range(one):
-                    with T.sblock("head"):
-                        split_ = T.meta_var(T.truncmod(t, n_splits))
-                        b_ = T.meta_var(T.truncdiv(t, n_splits * heads_kv))
-                        hk_ = T.meta_var(T.truncmod(T.truncdiv(t, n_splits), heads_kv))
-                        split = T.axis.opaque(n_splits, split_)
-                        b = T.axis.opaque(batch, b_)
-                        hk = T.axis.opaque(heads_kv, hk_)
-                        # First float of this task's dQ in W; its heads follow one another.
-                        dq0 = T.axis.opaque(floats, 2 * stats + (split_ * batch * heads + b_ * heads + hk_ * group) * rows * D_pad)
+                K_j = T.sblock_alloc_buffer((c.Bc, c.Dp))
+                KT_j = T.sblock_alloc_buffer((c.D, c.Bc))
+                VT_j = T.sblock_alloc_buffer((c.Dv, c.Bc))
+                dK_j = T.sblock_alloc_buffer((c.Bc, c.Dp))
+                dV_j = T.sblock_alloc_buffer((c.Bc, c.Dvp))
+                Q_i = T.sblock_alloc_buffer((c.Br, c.Dp))
+                dO_i = T.sblock_alloc_buffer((c.Br, c.Dvp))
+                S = T.sblock_alloc_buffer((c.Br, c.Bc))
+                dP = T.sblock_alloc_buffer((c.Br, c.Bc))
+                P = T.sblock_alloc_buffer((c.Br, c.Bc))
+                dS = T.sblock_alloc_buffer((c.Br, c.Bc))
+                n_seen = T.sblock_alloc_buffer((c.Br,), "int32")
+                odd_keys = T.sblock_alloc_buffer((c.lanes,), "int32")
+                odd = T.sblock_alloc_buffer((1,), "int32")
+                split: T.let = T.truncmod(t, n_splits)
+                b: T.let = T.truncdiv(t, heads_kv * n_splits)
+                hk: T.let = T.truncmod(T.truncdiv(t, n_splits), heads_kv)
+                # This task's dQ in W: [group, rows, Dp].
+                own: T.let = 3 * stats + ((split * batch + b) * heads + hk * group) * rows * c.Dp
+                # Columns past the head dims: their products are never read, but must not be slow.
+                clear("K_zero", K_j)
+                clear("Q_zero", Q_i)
+                clear("dO_zero", dO_i)
+                for x in range(group * rows * c.Dp):
+                    W[own + x] = ZERO
+                for block in range(T.truncdiv(n_j - split + n_splits - 1, n_splits)):
+                    with T.sblock("K_j"):
+                        # Every n_splits-th block: under a causal mask the early ones have more rows.
+                        j0 = T.axis.opaque(seq_kv, (split + block * n_splits) * c.Bc)
                         T.reads()
                         T.writes()
-                        for x in range(group * rows * D_pad):
-                            W[dq0 + x] = f_zero
-                        for j_ in range(T.truncdiv(n_j - split + n_splits - 1, n_splits)):
-                            with T.sblock("K_j"):
-                                j0 = T.axis.opaque(seq_kv, (split + j_ * n_splits) * BC)
-                                n_keys = T.axis.opaque(BC + 1, T.min(BC, seq_kv - (split + j_ * n_splits) * BC))
+                        n_keys: T.let = T.min(c.Bc, seq_kv - j0)
+                        first: T.let = first_query_block(c, j0, seq_q, causal_offset)
+                        load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys, softmax_scale)
+                        load_values(c, V, VT_j, b, hk, j0, n_keys)
+                        if c.causal:
+                            find_odd_keys(c, K_j, odd_keys)
+                        clear("dK_zero", dK_j)
+                        clear("dV_zero", dV_j)
+                        for g, block_i in T.grid(group, n_i - first):
+                            with T.sblock("Q_i"):
+                                vg = T.axis.opaque(group, g)
+                                i0 = T.axis.opaque(rows, (first + block_i) * c.Br)
                                 T.reads()
                                 T.writes()
-                                for y in range(BC):
-                                    if y < n_keys:
-                                        for x in range(D):
-                                            K_j[y, x] = T.cast(K[b, j0 + y, hk, x], f32)
-                                    else:
-                                        for x in range(D):
-                                            K_j[y, x] = f_zero
-                                for y, x in T.grid(BC, D):
-                                    KT_j[x, y] = K_j[y, x] * (softmax_scale * T.float32(softmax.LOG2_E))
-                                for y in range(BC):
-                                    if y < n_keys:
-                                        for x in range(Dv):
-                                            VT_j[x, y] = T.cast(V[b, j0 + y, hk, x], f32)
-                                    else:
-                                        for x in range(Dv):
-                                            VT_j[x, y] = f_zero
-                                for y, x in T.grid(BC, D_pad):
-                                    with T.sblock("dK_zero"):
-                                        vj, vd = T.axis.remap("SS", [y, x])
-                                        dK_j[vj, vd] = f_zero
-                                for y, x in T.grid(BC, Dv_pad):
-                                    with T.sblock("dV_zero"):
-                                        vj, vd = T.axis.remap("SS", [y, x])
-                                        dV_j[vj, vd] = f_zero
-                                for g, i_ in T.grid(group, n_i - _first_i(causal, j0, causal_offset, seq_q, BR)):
-                                    with T.sblock("Q_i"):
-                                        first = T.meta_var((i_ + _first_i(causal, j0, causal_offset, seq_q, BR)) * BR)
-                                        h = T.axis.opaque(heads, hk * group + g)
-                                        i0 = T.axis.opaque(rows, first)
-                                        # Where W holds L of these rows, and their dQ.
-                                        row0 = T.axis.opaque(stats, (b * heads + hk * group + g) * rows + first)
-                                        dqi = T.axis.opaque(floats, dq0 + (g * rows + first) * D_pad)
-                                        T.reads()
-                                        T.writes()
-                                        for y in range(BR):
-                                            if W[row0 + y] != infinity:
-                                                for x in range(D):
-                                                    Q_i[y, x] = T.cast(Q[b, i0 + y, h, x], f32)
-                                                for x in range(Dv):
-                                                    dO_i[y, x] = T.cast(dO[b, i0 + y, h, x], f32)
-                                            else:
-                                                for x in range(D):
-                                                    Q_i[y, x] = f_zero
-                                                for x in range(Dv):
-                                                    dO_i[y, x] = f_zero
-                                        for i, j, d in T.grid(BR, BC, D):
-                                            with T.sblock("S"):
-                                                vi, vj, vd = T.axis.remap("SSR", [i, j, d])
-                                                with T.init():
-                                                    S[vi, vj] = f_zero
-                                                S[vi, vj] = S[vi, vj] + Q_i[vi, vd] * KT_j[vd, vj]
-                                        for i, j, d in T.grid(BR, BC, Dv):
-                                            with T.sblock("dP"):
-                                                vi, vj, vd = T.axis.remap("SSR", [i, j, d])
-                                                with T.init():
-                                                    dP[vi, vj] = f_zero
-                                                dP[vi, vj] = dP[vi, vj] + dO_i[vi, vd] * VT_j[vd, vj]
-                                        if _needs_mask(causal, i0, j0, n_keys, BC, causal_offset):
-                                            for i, j in T.grid(BR, BC):
-                                                with T.sblock("P_masked"):
-                                                    vi, vj = T.axis.remap("SS", [i, j])
-                                                    P[vi, vj] = T.Select(
-                                                        T.cast(vj, "int32") < T.cast(_visible(causal, i0 + vi, j0, n_keys, causal_offset), "int32"),
-                                                        softmax.exp2(S[vi, vj] - W[row0 + vi]), f_zero)
-                                            for i, j in T.grid(BR, BC):
-                                                with T.sblock("dS_masked"):
-                                                    vi, vj = T.axis.remap("SS", [i, j])
-                                                    dS[vi, vj] = T.Select(
-                                                        T.cast(vj, "int32") < T.cast(_visible(causal, i0 + vi, j0, n_keys, causal_offset), "int32"),
-                                                        P[vi, vj] * (dP[vi, vj] - W[stats + row0 + vi]), f_zero)
-                                        else:
-                                            for i, j in T.grid(BR, BC):
-                                                with T.sblock("P_full"):
-                                                    vi, vj = T.axis.remap("SS", [i, j])
-                                                    P[vi, vj] = softmax.exp2(S[vi, vj] - W[row0 + vi])
-                                            for i, j in T.grid(BR, BC):
-                                                with T.sblock("dS_full"):
-                                                    vi, vj = T.axis.remap("SS", [i, j])
-                                                    dS[vi, vj] = P[vi, vj] * (dP[vi, vj] - W[stats + row0 + vi])
-                                        if need_dv != 0:
-                                            for j, d, i in T.grid(BC, Dv_pad, BR):
-                                                with T.sblock("dV"):
-                                                    vj, vd, vi = T.axis.remap("SSR", [j, d, i])
-                                                    with T.init():
-                                                        dV_j[vj, vd] = dV_j[vj, vd]
-                                                    dV_j[vj, vd] = dV_j[vj, vd] + P[vi, vj] * dO_i[vi, vd]
-                                        if need_dk != 0:
-                                            for j, d, i in T.grid(BC, D_pad, BR):
-                                                with T.sblock("dK"):
-                                                    vj, vd, vi = T.axis.remap("SSR", [j, d, i])
-                                                    with T.init():
-                                                        dK_j[vj, vd] = dK_j[vj, vd]
-                                                    dK_j[vj, vd] = dK_j[vj, vd] + dS[vi, vj] * Q_i[vi, vd]
-                                        if need_dq != 0:
-                                            for i, d, j in T.grid(BR, D_pad, BC):
-                                                with T.sblock("dQ"):
-                                                    vi, vd, vj = T.axis.remap("SSR", [i, d, j])
-                                                    with T.init():
-                                                        W[dqi + vi * D_pad + vd] = W[dqi + vi * D_pad + vd]
-                                                    W[dqi + vi * D_pad + vd] = W[dqi + vi * D_pad + vd] + dS[vi, vj] * K_j[vj, vd]
-                                if need_dk != 0:
-                                    for y, x in T.grid(n_keys, D):
-                                        dK[b, j0 + y, hk, x] = T.cast(dK_j[y, x] * softmax_scale, dtype)
-                                if need_dv != 0:
-                                    for y, x in T.grid(n_keys, Dv):
-                                        dV[b, j0 + y, hk, x] = T.cast(dV_j[y, x], dtype)
-
-        for task in range(T.Select(need_dq != 0, batch * heads * n_i, zero)):
+                                h: T.let = hk * group + vg
+                                row0: T.let = (b * heads + h) * rows + i0
+                                dq_i: T.let = own + (vg * rows + i0) * c.Dp
+                                load_rows(Q, Q_i, W, b, h, i0, row0, c.D)
+                                load_rows(dO, dO_i, W, b, h, i0, row0, c.Dv)
+                                product("S", S, Q_i, KT_j, c.D)
+                                product("dP", dP, dO_i, VT_j, c.Dv)
+                                odd[0] = T.int32(0)
+                                if visible(c, i0, j0, n_keys, causal_offset) < c.Bc:
+                                    count_seen(c, W, n_seen, i0, j0, row0, n_keys, causal_offset)
+                                    masked_probabilities(c, S, dP, P, dS, W, row0, stats, n_seen)
+                                    if c.causal:
+                                        find_odd(c, W, row0, stats, odd_keys, odd)
+                                else:
+                                    probabilities(c, S, dP, P, dS, W, row0, stats)
+                                if odd[0] != 0:
+                                    add_seen_only(
+                                        c, P, dS, Q_i, dO_i, K_j, dK_j, dV_j, W, dq_i, n_seen
+                                    )
+                                else:
+                                    needed_products(
+                                        c,
+                                        P,
+                                        dS,
+                                        Q_i,
+                                        dO_i,
+                                        K_j,
+                                        dK_j,
+                                        dV_j,
+                                        W,
+                                        dq_i,
+                                        need_dq,
+                                        need_dk,
+                                        need_dv,
+                                    )
+                        if need_dk != 0:
+                            store_rows(dK, dK_j, b, j0, hk, n_keys, c.D, softmax_scale)
+                        if need_dv != 0:
+                            store_rows(dV, dV_j, b, j0, hk, n_keys, c.Dv, ONE)
+        for task in range(T.Select(need_dq != 0, batch * heads * n_i, T.int64(0))):
             with T.sblock("dQ_i"):
                 t = T.axis.spatial(batch * heads * n_i, task)
                 T.reads()
                 T.writes()
-                sum_ = T.sblock_alloc_buffer((D,), f32)
-                for r in range(T.min(BR, seq_q - T.truncmod(t, n_i) * BR)):
-                    for x in range(D):
-                        sum_[x] = f_zero
-                    for s in range(n_splits):
-                        for x in range(D):
-                            sum_[x] = sum_[x] + W[2 * stats + ((s * batch * heads + T.truncdiv(t, n_i)) * rows + T.truncmod(t, n_i) * BR + r) * D_pad + x]
-                    for x in range(D):
-                        dQ[T.truncdiv(T.truncdiv(t, n_i), heads), T.truncmod(t, n_i) * BR + r, T.truncmod(T.truncdiv(t, n_i), heads), x] = T.cast(sum_[x] * softmax_scale, dtype)
+                b: T.let = T.truncdiv(t, heads * n_i)
+                h: T.let = T.truncmod(T.truncdiv(t, n_i), heads)
+                i0: T.let = T.truncmod(t, n_i) * c.Br
+                store_dq(
+                    c,
+                    dQ,
+                    W,
+                    b,
+                    h,
+                    i0,
+                    3 * stats + t * c.Br * c.Dp,
+                    stats * c.Dp,
+                    T.min(c.Br, seq_q - i0),
+                    n_splits,
+                    softmax_scale,
+                )
 
     return backward
 
 
-def _ceil(a: Any, b: Any) -> Any:
-    return T.truncdiv(a + (b - 1), b)
-
-
-def _marked(lse: Any) -> Any:
-    """LSE in log2 units; +inf for a row that sees nothing, so that exp2(S - L) is 0 there."""
-    nothing = lse == T.float32(float("-inf"))
-    nan = lse == T.float32(float("inf"))
-    scaled = lse * T.float32(softmax.LOG2_E)
-    return T.Select(nothing, T.float32(float("inf")), T.Select(nan, T.float32(float("nan")), scaled))
-
-
-def _first_i(causal: bool, j0: Any, causal_offset: Any, seq_q: Any, block_q: Any) -> Any:
-    """The first query block that sees key j0."""
-    if not causal:
-        return T.int64(0)
-    row = T.max(T.int64(0), T.min(j0 - causal_offset, _ceil(seq_q, block_q) * block_q))
-    return T.truncdiv(row, block_q)
-
-
-def _visible(causal: bool, i: Any, j0: Any, n_keys: Any, causal_offset: Any) -> Any:
-    """How many keys of the block at j0 row i sees."""
-    if not causal:
-        return n_keys
-    return T.max(T.int64(0), T.min(n_keys, i + causal_offset + 1 - j0))
-
-
-def _needs_mask(causal: bool, i0: Any, j0: Any, n_keys: Any, block_kv: Any, causal_offset: Any) -> Any:
-    if not causal:
-        return n_keys < block_kv
-    return T.Or(n_keys < block_kv, i0 + causal_offset + 1 - j0 < block_kv)
+PRODUCTS = {"S": "S", "S_rows": "S", "dP": "dP", "dV": "dV", "dK": "dK", "dQ": "dQ"}
+LANE_BLOCKS = (
+    "K_zero",
+    "Q_zero",
+    "dO_zero",
+    "dK_zero",
+    "dV_zero",
+    "P",
+    "dS",
+    "P_masked",
+    "dS_masked",
+    "online",
+)
 
 
 def apply_tiles(sch: Any, variant: Variant, schedule: CpuBackward) -> None:
-    """Register tiles: unrolled rows, vectors of the native width; tasks in parallel."""
-    lanes = schedule.lanes
+    """Register tiles of the products, vectors everywhere, tasks in parallel."""
     tiles = schedule.tiles(variant)
-    for name, (n_rows, n_vectors) in tiles.items():
-        block = sch.get_sblock(name)
-        row, column, inner = sch.get_loops(block)[-3:]
+    found = sblocks(sch)
+    for name, tile in PRODUCTS.items():
+        row, column, inner = sch.get_loops(found[name])[-3:]
+        n_rows, n_vectors = tiles[tile]
         row_tile, row = sch.split(row, [None, n_rows])
-        column_tile, vector, lane = sch.split(column, [None, n_vectors, lanes])
+        column_tile, vector, lane = sch.split(column, [None, n_vectors, schedule.lanes])
         sch.reorder(column_tile, row_tile, inner, row, vector, lane)
         sch.vectorize(lane)
         sch.unroll(vector)
         sch.unroll(row)
-        sch.decompose_reduction(block, inner)
-    for name in ("dK_zero", "dV_zero", "P_masked", "dS_masked", "P_full", "dS_full"):
-        *_, column = sch.get_loops(sch.get_sblock(name))
-        _, lane = sch.split(column, [None, lanes])
+        sch.decompose_reduction(found[name], inner)
+    for name in LANE_BLOCKS:
+        *_, column = sch.get_loops(found[name])
+        _, lane = sch.split(column, [None, schedule.lanes])
         sch.vectorize(lane)
-    for name in ("D_i", "task", "dQ_i"):
-        sch.parallel(sch.get_loops(sch.get_sblock(name))[0])
+    row, inner = sch.get_loops(found["D"])[-2:]
+    row_tile, row = sch.split(row, [None, 4])
+    sch.reorder(row_tile, inner, row)
+    sch.unroll(row)
+    sch.decompose_reduction(found["D"], inner)
+    for name in ("rows", "keys", "dQ_i"):
+        sch.parallel(sch.get_loops(found[name])[0])

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 
 def ceil_div(a: Any, b: Any) -> Any:
-    """blocks.ceil_div of int64 expressions that are not negative, without floor division's fix-ups."""
+    """blocks.ceil_div of int64 expressions, none negative, without floor division's fix-ups."""
     return T.truncdiv(a + (b - 1), b)
 
 
