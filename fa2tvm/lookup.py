@@ -196,7 +196,7 @@ def _load(path: Path) -> tuple[Record, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _parse(path: Path, mtime_ns: int, size_bytes: int) -> tuple[Record, ...]:
+def _parse(path: Path, _mtime_ns: int, _size_bytes: int) -> tuple[Record, ...]:
     records, complaints = read_records(path)
     for complaint in complaints:
         warnings.warn(complaint, RuntimeWarning, stacklevel=4)

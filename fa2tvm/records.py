@@ -70,8 +70,10 @@ class Record:
 
     @property
     def key(self) -> str:
-        """What must be equal for the record to apply, see `tuning_key`; the winner is stored by it."""
-        return tuning_key(self.problem, self.family, self.device["slug"], self.program, self.versions)
+        """What must be equal for the record to apply, see `tuning_key`."""
+        return tuning_key(
+            self.problem, self.family, self.device["slug"], self.program, self.versions
+        )
 
     @property
     def place(self) -> tuple[str, str, str]:

@@ -16,21 +16,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from toy_family import ToyForward
 
 from fa2tvm.device import detect
 from fa2tvm.problem import Problem, Shape, Variant
-from fa2tvm.tune.builder import Builder, Failure
+from fa2tvm.tune.builder import Builder
 from fa2tvm.tune.database import TrialLog
-from fa2tvm.tune.job import Options, make_workers, tune
-from fa2tvm.tune.runner import Measured, Runner
-from toy_family import ToyForward
+from fa2tvm.tune.job import make_workers, tune
+from fa2tvm.tune.nouns import Failure, Measured, Options
+from fa2tvm.tune.runner import Runner
 
 DEVICE = detect()
 PROBLEM = Problem(Variant("forward", "float32", 16, 8, True), Shape(1, 2, 1, 64, 64))
 OPTIONS = Options(
     run_timeout_s=4.0,
-    build_timeout_s=6.0,
-    memory_bytes=2 << 30,
+    build_timeout_s=8.0,
+    memory_bytes=1 << 30,
     builders=1,
     plugins=("toy_family",),
 )
@@ -144,7 +145,8 @@ from pathlib import Path
 import toy_family
 from toy_family import ToyForward
 from fa2tvm.device import detect
-from fa2tvm.tune.job import Options, tune
+from fa2tvm.tune.job import tune
+from fa2tvm.tune.nouns import Options
 from test_candidates import PROBLEM
 ToyForward.offered = {"block_kv": tuple(range(1, 33)), "order": ("ij", "ji"), "fault": ("none",)}
 tune(PROBLEM, detect(), family="toy", trials=60, out=Path(sys.argv[1]), seed=int(sys.argv[2]),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_records import a_problem, a_record
 
 from fa2tvm import lookup as lookup_module
 from fa2tvm.device import Device, baseline
@@ -18,7 +19,6 @@ from fa2tvm.lookup import Found, home, lookup, shipped_root
 from fa2tvm.problem import Problem
 from fa2tvm.records import Record, device_summary, merge_records
 from fa2tvm.schedule import CpuForward
-from test_records import a_problem, a_record
 
 HERE = baseline("x86-64-v3")
 OTHER_MODEL = dataclasses.replace(HERE, slug="cpu_other")

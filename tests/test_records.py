@@ -103,7 +103,12 @@ def test_key_tells_everything_apart() -> None:
     """BUGS I07 (tile-ai/tilelang #1250, triton #9822): a key without the size or the versions."""
 
     def key(problem: Problem, **other: object) -> str:
-        fields = {"family": "cpu", "slug": "a", "program": "p", "versions": {"apache-tvm": "0.27.0"}}
+        fields = {
+            "family": "cpu",
+            "slug": "a",
+            "program": "p",
+            "versions": {"apache-tvm": "0.27.0"},
+        }
         return tuning_key(problem, **{**fields, **other})
 
     keys = [
@@ -136,7 +141,9 @@ def test_program_version_follows_the_code_only(
         return program_version("other", "forward")
 
     first = version("def f(x):\n    return x + 1\n")
-    assert first == version('"""Doc."""\n\n# why\ndef f(x):\n    """Doc."""\n    return x+1  # so\n')
+    assert first == version(
+        '"""Doc."""\n\n# why\ndef f(x):\n    """Doc."""\n    return x+1  # so\n'
+    )
     assert first != version("def f(x):\n    return x + 2\n")
     assert version("import fa2tvm.kernels.softmax\n") != version("import os.path\n")
     program_version.cache_clear()

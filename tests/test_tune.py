@@ -5,38 +5,46 @@ The rows named are of BUGS.md, section I.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from toy_family import ToyForward
 
 from fa2tvm.device import detect
-from fa2tvm.errors import InfeasibleSchedule, JobBusy
+from fa2tvm.errors import CorruptRecord, InfeasibleSchedule, JobBusy
+from fa2tvm.lookup import lookup
 from fa2tvm.problem import Problem, Shape, Variant
-from fa2tvm.tune.builder import Failure
+from fa2tvm.records import read_records
 from fa2tvm.tune.database import TrialLog, job_lock
-from fa2tvm.tune.job import Progress, tune
-from fa2tvm.tune.runner import Measured, validated
+from fa2tvm.tune.job import tune
+from fa2tvm.tune.nouns import Failure, Measured, Progress
+from fa2tvm.tune.progress import LiveProgress, describe
+from fa2tvm.tune.promote import Promoted, promote
+from fa2tvm.tune.runner import validated
 from fa2tvm.tune.search import Search
 from fa2tvm.tune.space import PREFIX, Space
-from toy_family import ToyForward
 
 DEVICE = detect()
 PROBLEM = Problem(Variant("forward", "float32", 16, 8, True), Shape(1, 2, 1, 64, 64))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Set the toy's space."""
 
     def put(**choices: tuple[Any, ...]) -> None:
         monkeypatch.setattr(
-            ToyForward, "offered", {"block_kv": (1,), "order": ("ij",), "fault": ("none",)} | choices
+            ToyForward,
+            "offered",
+            {"block_kv": (1,), "order": ("ij",), "fault": ("none",)} | choices,
         )
 
     put()
@@ -46,7 +54,9 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 class StubBuilder:
     """Builds nothing: a module is a folder that is named by its decisions."""
 
-    def __init__(self, folder: Path, fail: Callable[[ToyForward], str | None] = lambda _: None) -> None:
+    def __init__(
+        self, folder: Path, fail: Callable[[ToyForward], str | None] = lambda _: None
+    ) -> None:
         self.folder, self.fail, self.built = folder, fail, 0
 
     def build(self, schedules: Sequence[ToyForward]) -> list[Path | Failure]:
@@ -290,11 +300,6 @@ def test_second_job_in_a_folder_is_refused(tmp_path: Path) -> None:
 # The job.
 
 
-@pytest.fixture(autouse=True)
-def _plain_space(offer: Callable[..., None]) -> Iterator[None]:
-    yield
-
-
 def test_job_finds_the_best_and_tells(tmp_path: Path, offer: Callable[..., None]) -> None:
     offer(block_kv=(1, 2, 4, 8), order=("ij", "ji"))
     said: list[Progress] = []
@@ -366,10 +371,10 @@ def test_wrong_but_fast_never_wins(tmp_path: Path, offer: Callable[..., None]) -
 
 
 def test_failed_default_ends_the_job_at_once(tmp_path: Path) -> None:
-    with pytest.raises(InfeasibleSchedule, match="default schedule .* failed"):
-        quick(tmp_path, by_block, wrong=lambda d: True)
+    with pytest.raises(InfeasibleSchedule, match=r"default schedule .* failed"):
+        quick(tmp_path, by_block, wrong=lambda _: True)
     with pytest.raises(InfeasibleSchedule, match="no linker"):
-        quick(tmp_path / "b", by_block, fail=lambda s: "no linker")
+        quick(tmp_path / "b", by_block, fail=lambda _: "no linker")
 
 
 def test_resume_repeats_no_trial_and_knows_the_best(
@@ -394,7 +399,7 @@ def test_resume_ignores_what_is_not_its_own(
     offer(block_kv=(1, 2, 4))
     first = quick(tmp_path, lambda d: by_block(d) / 1000 if d["block_kv"] == 2 else by_block(d))
     assert first.best_schedule().block_kv == 2
-    monkeypatch.setattr("fa2tvm.tune.job.program_version", lambda *_: "newer")
+    monkeypatch.setattr("fa2tvm.tune.loop.program_version", lambda *_: "newer")
     second = quick(tmp_path, by_block)
     assert second.best_schedule().block_kv == 4
     assert second.trials == 3
@@ -430,3 +435,104 @@ def test_interrupt_keeps_what_was_found(tmp_path: Path, offer: Callable[..., Non
 
 def _lines(folder: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in folder.rglob("trials.jsonl"))
+
+
+# Promotion.
+
+
+def promoted(tmp_path: Path, us: Callable[[dict[str, Any]], float], **options: Any) -> Promoted:
+    """Promote on stubs what `quick` has logged."""
+    builder, runner = StubBuilder(tmp_path), StubRunner(us, options.pop("wrong", lambda _: False))
+    return promote(
+        PROBLEM,
+        DEVICE,
+        family="toy",
+        logs=tmp_path / "logs",
+        schedules=tmp_path / "schedules",
+        workers=(builder, runner),
+        **options,
+    )
+
+
+def test_promote_writes_a_record_that_points_to_its_trial(
+    tmp_path: Path, offer: Callable[..., None]
+) -> None:
+    offer(block_kv=(1, 2, 4, 8))
+    result = quick(tmp_path, by_block)
+    verdict = promoted(tmp_path, by_block)
+    assert verdict.record.decisions["block_kv"] == 8
+    assert verdict.record.ratio == pytest.approx(8.0)
+    records, complaints = read_records(verdict.path)
+    assert not complaints
+    assert records[0].decisions == verdict.record.decisions
+    name, _, number = verdict.record.log.partition("#")
+    trials = TrialLog((tmp_path / "logs" / name).parent).load()
+    assert trials[int(number)].decisions == verdict.record.decisions
+    assert trials[int(number)] == result.best
+    assert [c.schedule.block_kv for c in verdict.contenders] == [1, 8, 4, 2]
+
+
+def test_promote_keeps_the_default_unless_it_is_beaten_clearly(
+    tmp_path: Path, offer: Callable[..., None]
+) -> None:
+    offer(block_kv=(1, 2, 4, 8))
+    quick(tmp_path, by_block)
+    verdict = promoted(tmp_path, lambda d: 99.0 if d["block_kv"] == 8 else 100.0)
+    assert verdict.record.decisions["block_kv"] == 1
+    assert verdict.record.ratio == 1.0
+    assert "default schedule" in verdict.message
+
+
+def test_promote_checks_again(tmp_path: Path, offer: Callable[..., None]) -> None:
+    """BUGS I04: a trial that passed by luck is refused on fresh data, however fast it is."""
+    offer(block_kv=(1, 2, 4, 8))
+    quick(tmp_path, by_block)
+    verdict = promoted(tmp_path, by_block, wrong=lambda d: d["block_kv"] == 8)
+    assert verdict.record.decisions["block_kv"] == 4
+    assert [c.failure.kind for c in verdict.contenders if c.failure] == ["wrong"]
+
+
+def test_promote_needs_trials_of_this_kernel(
+    tmp_path: Path, offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(block_kv=(1, 2))
+    with pytest.raises(CorruptRecord, match="tune it first"):
+        promoted(tmp_path, by_block)
+    quick(tmp_path, by_block)
+    monkeypatch.setattr("fa2tvm.tune.promote.program_version", lambda *_: "newer")
+    with pytest.raises(CorruptRecord, match="tune it first"):
+        promoted(tmp_path, by_block)
+
+
+def test_promoted_record_is_what_lookup_finds(
+    tmp_path: Path, offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(block_kv=(1, 2, 4))
+    monkeypatch.setenv("FA2TVM_HOME", str(tmp_path))
+    quick(tmp_path, by_block)
+    assert lookup(PROBLEM, DEVICE, family="toy").origin == "default"
+    verdict = promoted(tmp_path, by_block)
+    found = lookup(PROBLEM, DEVICE, family="toy")
+    assert (found.origin, found.schedule) == ("user overlay", ToyForward(4))
+    assert found.record is not None
+    assert found.record.key == verdict.record.key
+
+
+# On the screen.
+
+
+def test_live_progress_says_what_matters(tmp_path: Path, offer: Callable[..., None]) -> None:
+    offer(block_kv=(1, 2, 4))
+    screen = io.StringIO()
+    for terminal in (False, True):
+        console = Console(file=screen, force_terminal=terminal, width=200)
+        with LiveProgress("toy", console) as live:
+            quick(tmp_path, by_block, progress=live.show, resume=False)
+    text = screen.getvalue()
+    assert "3 of 12 trials" in text
+    assert "4.00 x the default" in text
+    assert "GFLOP/s" in text
+    now = Progress("timing", 5, 1, 9, 50.0, 100.0, 12.0, 83.0)
+    assert describe(now) == (
+        "5 of 9 trials (1 failed), best 0.05 ms, 12 GFLOP/s, 2.00 x the default, 1:23 left, timing"
+    )

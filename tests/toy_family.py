@@ -4,6 +4,7 @@ It is what a GPU family is to the tuner: a Schedule class and a builder, found t
 The program is a plain online-softmax attention on llvm; `fault` picks what is wrong with it.
 """
 
+# ruff: noqa: ARG001, ARG002, ARG003 - the signatures are those of a family
 from __future__ import annotations
 
 import time
@@ -22,7 +23,7 @@ FAULTS = ("none", "wrong", "crash", "hang", "memory", "unbuildable", "slow_build
 
 @dataclass(frozen=True)
 class ToyForward(Schedule):
-    """Decisions of the toy: two that change the program, one that is infeasible, one that breaks it."""
+    """Decisions of the toy: two change the program, `fault` breaks it."""
 
     family: ClassVar[str] = "toy"
     pass_: ClassVar[PassName] = "forward"

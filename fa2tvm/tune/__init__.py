@@ -1,0 +1,1 @@
+"""MetaSchedule finds the schedule: search, worker processes, log, promotion."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,10 @@ from typing import Any
 from fa2tvm.device import Device
 from fa2tvm.problem import Variant
 from fa2tvm.schedule import Schedule, schedule_from_dict
+from fa2tvm.tune.nouns import Failure
 from fa2tvm.tune.worker import Worker, WorkerFailure, WorkerSpec
 
 BUILD_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a candidate has no time.
-
-    Attributes
-    ----------
-    kind
-        "build", "wrong", "crash", "hang", "memory" or "timing".
-    reason
-        One sentence.
-    """
-
-    kind: str
-    reason: str
 
 
 class Builder:

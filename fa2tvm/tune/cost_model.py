@@ -14,14 +14,14 @@ WARMUP_TRIALS = 12
 
 
 def make_cost_model(space: Space, seed: int) -> Any:
-    """XGBModel over the named columns; before `WARMUP_TRIALS` results it draws from its own seed."""
+    """XGBModel over the named columns; seeded noise before `WARMUP_TRIALS` results."""
     ms = import_meta_schedule()
     from tvm.ir.utils import derived_object
     from tvm.runtime import tensor
 
-    @derived_object  # type: ignore[untyped-decorator]
+    @derived_object
     class NamedColumns(ms.feature_extractor.PyFeatureExtractor):  # type: ignore[misc, name-defined]
-        def extract_from(self, context: Any, candidates: Any) -> list[Any]:
+        def extract_from(self, _context: Any, candidates: Any) -> list[Any]:
             """One [1, columns] float32 tensor per candidate."""
             rows = []
             for candidate in candidates:
@@ -38,7 +38,7 @@ def make_cost_model(space: Space, seed: int) -> Any:
     )
     rng = np.random.default_rng(seed)
 
-    @derived_object  # type: ignore[untyped-decorator]
+    @derived_object
     class SeededModel(ms.cost_model.PyCostModel):  # type: ignore[misc, name-defined]
         """XGBModel draws from numpy's global generator before it is warm; this one does not."""
 

@@ -54,6 +54,19 @@ class Trial:
     reason: str | None
     date: str
 
+    @property
+    def relative(self) -> float:
+        """Its time over the default's, in the same rounds; below 1 is faster.
+
+        Raises
+        ------
+        ValueError
+            Where it failed.
+        """
+        if self.us is None or self.us_default is None:
+            raise ValueError(f"trial {self.trial} has no time ({self.reason})")
+        return self.us / self.us_default
+
     def to_line(self) -> str:
         """The trial as one line of JSON."""
         return json.dumps(asdict(self)) + "\n"
@@ -73,6 +86,8 @@ class Trial:
                 raise ValueError("its fields are not those of a trial")
             if (row["us"] is None) == (row["error"] is None):
                 raise ValueError("it must have either a time or an error")
+            if (row["us"] is None) != (row["us_default"] is None):
+                raise ValueError("it must have the default's time beside its own")
             return cls(**{**row, "runs_us": tuple(row["runs_us"])})
         except (ValueError, TypeError) as error:
             raise CorruptRecord(f"{where} is no trial ({error}); it is skipped.") from error
@@ -150,7 +165,7 @@ def job_lock(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JobBusy(
-                f"folder {folder} is in use by another tuning job; wait for it or choose another --out."
+                f"folder {folder} is in use by another tuning job; wait for it or choose another."
             ) from None
         yield
     finally:

@@ -18,7 +18,9 @@ from fa2tvm.schedule import Schedule
 Choices = dict[str, tuple[Any, ...]]
 
 
-def columns(problem: Problem, schedule: Schedule, device: Device, choices: Choices) -> dict[str, float]:
+def columns(
+    problem: Problem, schedule: Schedule, device: Device, choices: Choices
+) -> dict[str, float]:
     """The features of one candidate by name; the names depend on the family alone.
 
     Sizes enter as base-2 logarithms: what matters of a tile is its ratio to another.

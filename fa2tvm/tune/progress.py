@@ -1,4 +1,4 @@
-"""How a running job shows itself: one live line on a terminal, a line now and then elsewhere."""
+"""A tuning job on the screen: trials, best so far, time left."""
 
 from __future__ import annotations
 
@@ -7,24 +7,36 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from fa2tvm.tune.job import Progress
+from fa2tvm.tune.nouns import Progress
 
-_PLAIN_EVERY_S = 5.0
+# Where there is no terminal, a line at most this often.
+_SECONDS_PER_LINE = 5.0
 
 
 class LiveProgress:
-    """Shows the progress of one job; use as a context manager and pass `show` to the job."""
+    """Shows the `Progress` of one job: a live line in a terminal, now and then a line elsewhere.
+
+    Parameters
+    ----------
+    title
+        What is tuned.
+    console
+        Where to show it; standard error by default.
+    """
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self._title = title
         self._console = console or Console(stderr=True)
-        self._live = Live(console=self._console) if self._console.is_terminal else None
-        self._last_plain_s = -_PLAIN_EVERY_S
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        self._started = time.monotonic()
+        self._next_line = 0.0
 
     def __enter__(self) -> LiveProgress:
-        if self._live is not None:
+        if self._console.is_terminal:
             self._live.start()
         return self
 
@@ -32,38 +44,53 @@ class LiveProgress:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        traceback: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()
 
     def show(self, progress: Progress) -> None:
-        """Show where the job stands."""
-        line = f"{self._title}: {describe(progress)}"
-        if self._live is not None:
-            self._live.update(Text(line))
+        """Show where the job stands; pass this as `progress` to `tune`."""
+        if self._console.is_terminal:
+            self._live.update(self._line(progress))
             return
         now = time.monotonic()
-        if progress.phase in ("starting", "done") or now - self._last_plain_s >= _PLAIN_EVERY_S:
-            self._last_plain_s = now
-            self._console.print(line, soft_wrap=True, highlight=False)
+        if now >= self._next_line or progress.phase in ("starting", "done"):
+            self._next_line = now + _SECONDS_PER_LINE
+            self._console.print(
+                f"{self._title}: {describe(progress)}", soft_wrap=True, highlight=False
+            )
+
+    def _line(self, progress: Progress) -> Table:
+        elapsed = time.monotonic() - self._started
+        shares = [0.0]
+        if progress.budget:
+            shares.append(progress.trials / progress.budget)
+        if progress.seconds_left is not None and elapsed:
+            shares.append(elapsed / (elapsed + progress.seconds_left))
+        row = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=1.0, completed=min(1.0, max(shares)), width=20)
+        row.add_row(Text(self._title, style="bold"), bar, describe(progress))
+        return row
 
 
 def describe(progress: Progress) -> str:
-    """Trials, best so far, phase and time left, as one line."""
-    of_budget = f"/{progress.budget}" if progress.budget is not None else ""
-    parts = [f"{progress.trials}{of_budget} trials"]
+    """A job's state in words."""
+    of = f" of {progress.budget}" if progress.budget else ""
+    parts = [f"{progress.trials}{of} trials"]
     if progress.failed:
-        parts.append(f"{progress.failed} failed")
-    if progress.best_us is not None:
-        best = f"best {progress.best_us / 1000:.2f} ms"
-        if progress.default_us is not None:
-            best += f", {progress.default_us / progress.best_us:.2f} x the default"
-        if progress.gflops is not None:
-            best += f", {progress.gflops:.0f} GFLOP/s"
-        parts.append(best)
-    parts.append(progress.phase)
-    if progress.phase != "done" and progress.seconds_left is not None:
-        minutes, seconds = divmod(int(progress.seconds_left), 60)
+        parts[0] += f" ({progress.failed} failed)"
+    if progress.best_us and progress.default_us and progress.gflops:
+        parts.append(
+            f"best {milliseconds(progress.best_us)}, {progress.gflops:.0f} GFLOP/s, "
+            f"{progress.default_us / progress.best_us:.2f} x the default"
+        )
+    if progress.seconds_left is not None and progress.phase != "done":
+        minutes, seconds = divmod(round(progress.seconds_left), 60)
         parts.append(f"{minutes}:{seconds:02d} left")
-    return "; ".join(parts)
+    parts.append(progress.phase)
+    return ", ".join(parts)
+
+
+def milliseconds(us: float) -> str:
+    """A time with three significant digits."""
+    return f"{us / 1000:.3g} ms"

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fa2tvm.problem import Problem
 from fa2tvm.records import problem_to_dict
-from fa2tvm.tune.builder import Failure
+from fa2tvm.tune.nouns import Failure, Measured
 from fa2tvm.tune.worker import Worker, WorkerFailure, WorkerSpec
 
 CHECK_TIMEOUT_S = 30.0
 # A candidate this many times slower than the default is timed by its warm-up call alone.
 HOPELESS_RATIO = 3.0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Times of one candidate: one mean of several calls per round, in microseconds."""
-
-    runs_us: tuple[float, ...]
-
-    @property
-    def us(self) -> float:
-        """Median over the rounds."""
-        return statistics.median(self.runs_us)
 
 
 class Runner:

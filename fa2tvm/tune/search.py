@@ -131,7 +131,7 @@ def _feasibility(space: Space, rejections: Counter[str]) -> Any:
     ms = import_meta_schedule()
     from tvm.ir.utils import derived_object
 
-    @derived_object  # type: ignore[untyped-decorator]
+    @derived_object
     class Feasible(ms.postproc.PyPostproc):  # type: ignore[misc, name-defined]
         def _initialize_with_tune_context(self, context: Any) -> None:
             pass
@@ -157,7 +157,7 @@ def _one_decision(seed: int) -> Any:
     ms = import_meta_schedule()
     from tvm.ir.utils import derived_object
 
-    @derived_object  # type: ignore[untyped-decorator]
+    @derived_object
     class OneDecision(ms.mutator.PyMutator):  # type: ignore[misc, name-defined]
         def __init__(self, seed: int) -> None:
             super().__init__()
@@ -185,5 +185,3 @@ def _one_decision(seed: int) -> Any:
             return OneDecision(self.rng.randrange(2**31))
 
     return OneDecision(seed)
-
-

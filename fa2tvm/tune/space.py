@@ -93,7 +93,7 @@ class Space:
         from tvm.script import tirx as T
 
         @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
-        def main(marker: T.Buffer((1,), "float32")):  # type: ignore[no-untyped-def]
+        def main(marker: T.Buffer((1,), "float32")):  # type: ignore[no-untyped-def, valid-type]
             for i in range(1):
                 with T.sblock("problem"):
                     marker[i] = T.float32(0)

@@ -226,7 +226,7 @@ def main(handle: int, parent: int) -> None:
             answer = serve(request)
         except MemoryError:
             answer = {"error": "memory", "reason": "the memory limit of the worker was reached"}
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a candidate may raise anything
             answer = {"error": "exception", "reason": shorten(f"{type(error).__name__}: {error}")}
         connection.send_bytes(json.dumps(answer).encode())
 
