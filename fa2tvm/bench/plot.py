@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
         raise CorruptRecord("no row holds a time, so there is nothing to plot; measure again.")
     draw = {"scaling": _scaling, "calls": _calls}.get(timed[0]["what"], _speed)
     figure = draw(pyplot, timed)
-    figure.suptitle(machine_line(timed[0]), fontsize=7)
+    line = textwrap.fill(machine_line(timed[0]), int(15 * figure.get_figwidth()))
+    figure.suptitle(line, fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -58,7 +60,7 @@ def _speed(pyplot: Any, rows: Sequence[Row]) -> Any:
     for axis, (title, panel) in zip(axes[:, 0], panels.items(), strict=True):
         _speed_panel(axis, panel, colors)
         axis.set_title(", ".join(title), fontsize=9)
-    axes[0, 0].legend(fontsize=7, ncols=len(colors) + 1, loc="upper left")
+    axes[0, 0].legend(fontsize=7, ncols=len(colors), loc="upper left")
     return figure
 
 
@@ -82,9 +84,12 @@ def _speed_panel(axis: Any, panel: Sequence[Cell], colors: dict[str, str]) -> No
                 label=peer if place == 0 else None,
             )
     row = next(iter(panel[0].values()))
-    if row["run"]["peak_gflops"]:
-        axis.axhline(row["run"]["peak_gflops"], color="black", linewidth=0.8, linestyle="--")
-        axis.set_ylim(top=1.25 * row["run"]["peak_gflops"])
+    peak = row["run"]["peak_gflops"] or 0
+    if peak:
+        axis.axhline(peak, color="black", linewidth=0.8, linestyle="--")
+    highest = max(1000 * row["tflops"] for cell in panel for row in cell.values())
+    axis.set_ylim(top=1.3 * max(peak, highest))
+    axis.set_xlim(-0.5, len(panel) - 0.5)
     labels = [_short_label(next(iter(cell.values()))) for cell in panel]
     axis.set_xticks(range(len(panel)), labels, fontsize=7)
     axis.set_ylabel("GFLOP/s (dashed: FMA peak)", fontsize=8)
