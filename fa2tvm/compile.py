@@ -405,9 +405,13 @@ def _cache_root() -> Path:
     root = home() / "cache"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if os.access(root, os.W_OK | os.X_OK):
+        owner = root.stat().st_uid
+        if os.geteuid() not in (owner, 0) and owner != 0:
+            reason = "it belongs to another user, whose code would run here"
+        elif os.access(root, os.W_OK | os.X_OK):
             return root
-        reason = "it is not writable"
+        else:
+            reason = "it is not writable"
     except OSError as error:
         reason = error.strerror or str(error)
     return _temporary_cache(root, reason)

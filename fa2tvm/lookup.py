@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,7 +50,14 @@ class Found:
 
 def home() -> Path:
     """The user's folder ($FA2TVM_HOME, else ~/.fa2tvm): cache, schedules and tuning logs."""
-    return Path(os.environ.get("FA2TVM_HOME") or Path("~/.fa2tvm").expanduser())
+    given = os.environ.get("FA2TVM_HOME")
+    if given:
+        return Path(given)
+    try:
+        return Path.home() / ".fa2tvm"
+    except RuntimeError:
+        # HOME is unset and the user has no entry in the password file.
+        return Path(tempfile.gettempdir()) / f"fa2tvm-{os.geteuid()}"
 
 
 @functools.cache
