@@ -7,6 +7,7 @@ unbuildable points. The rows named are of BUGS.md, section I.
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -19,14 +20,18 @@ import pytest
 from toy_family import ToyForward
 
 from fa2tvm.device import detect
+from fa2tvm.lookup import family_for
 from fa2tvm.problem import Problem, Shape, Variant
+from fa2tvm.schedule import Schedule
 from fa2tvm.tune.builder import Builder
 from fa2tvm.tune.database import TrialLog
 from fa2tvm.tune.job import make_workers, tune
 from fa2tvm.tune.nouns import Failure, Measured, Options
 from fa2tvm.tune.runner import Runner
+from fa2tvm.tune.space import Space
 
 DEVICE = detect()
+POINTS = 3
 PROBLEM = Problem(Variant("forward", "float32", 16, 8, True), Shape(1, 2, 1, 64, 64))
 OPTIONS = Options(
     run_timeout_s=4.0,
@@ -80,6 +85,35 @@ def test_faulty_points_are_recorded(
     assert isinstance(failure, Failure)
     assert failure.kind == kind
     assert re.search(reason, failure.reason), failure.reason
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("forward", "bfloat16", 40, 24, causal=True),
+        Variant("backward", "float32", 64, 64, causal=True),
+    ],
+    ids=lambda variant: variant.name,
+)
+def test_points_of_the_space_are_right(
+    variant: Variant, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Random points of every family's space, against the oracle on awkward shapes."""
+    problem = Problem(variant, Shape(1, 2, 1, 300, 300))
+    space = Space.of(problem, DEVICE, family_for(DEVICE))
+    rng = random.Random(seed)
+    points: set[Schedule] = set()
+    while len(points) < POINTS:
+        point = type(space.default)(**{n: rng.choice(v) for n, v in space.choices.items()})
+        points |= set() if space.reasons(point) else {point}
+    builder, runner = make_workers(problem, DEVICE, seed, tmp_path_factory.mktemp("p"), Options())
+    try:
+        for point, built in zip(points, builder.build(list(points)), strict=True):
+            assert isinstance(built, Path), (point, built)
+            assert runner.check(built) is None, (point, runner.check(built))
+    finally:
+        builder.close()
+        runner.close()
 
 
 def test_a_hanging_build_holds_up_nobody(workers: tuple[Builder, Runner]) -> None:
