@@ -153,8 +153,8 @@ def flash_attn_func(
     --------
     >>> import torch
     >>> from fa2tvm import flash_attn_func
-    >>> flash_attn_func(*torch.randn(3, 1, 64, 4, 32), causal=True).shape
-    torch.Size([1, 64, 4, 32])
+    >>> flash_attn_func(*torch.randn(3, 1, 128, 4, 64), causal=True).shape
+    torch.Size([1, 128, 4, 64])
     """
     del deterministic
     _refuse("dropout_p", dropout_p, 0.0)
@@ -191,8 +191,8 @@ def scaled_dot_product_attention(
     --------
     >>> import torch
     >>> from fa2tvm import scaled_dot_product_attention
-    >>> scaled_dot_product_attention(*torch.randn(3, 1, 4, 64, 32), is_causal=True).shape
-    torch.Size([1, 4, 64, 32])
+    >>> scaled_dot_product_attention(*torch.randn(3, 1, 4, 128, 64), is_causal=True).shape
+    torch.Size([1, 4, 128, 64])
     """
     _refuse("attn_mask", attn_mask, None)
     _refuse("dropout_p", dropout_p, 0.0)

@@ -36,7 +36,7 @@ def attention(
     UnsupportedProblem
         As `launch.check` does.
     """
-    if not (_is_plain(q) and _is_plain(k) and _is_plain(v) and _nobody_looks()):
+    if not (_nobody_looks() and _is_plain(q) and _is_plain(k) and _is_plain(v)):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         apply: Any = _Plain.apply
