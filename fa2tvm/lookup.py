@@ -21,6 +21,9 @@ from fa2tvm.schedule import Schedule, schedule_class, schedule_from_dict
 Origin = Literal[
     "explicit", "user overlay", "shipped for this device", "shipped for this arch", "default"
 ]
+# A record speaks for sequences up to so many times shorter or longer than its own: one of a single
+# query (decode) says nothing about a prefill of the same variant and length class.
+SIMILAR_LENGTHS = 8
 # Families by kind of device, the fastest first.
 FAMILIES: dict[str, tuple[str, ...]] = {"llvm": ("cpu",)}
 
@@ -163,8 +166,14 @@ def _nearest(records: tuple[Record, ...], problem: Problem, family: str) -> list
         if record.family == family
         and record.problem.variant == problem.variant
         and record.problem.length_class == problem.length_class
+        and _similar(record.problem.shape.seq_q, problem.shape.seq_q)
+        and _similar(record.problem.shape.seq_kv, problem.shape.seq_kv)
     ]
     return sorted(same, key=lambda record: _distance(record.problem, problem))
+
+
+def _similar(a: int, b: int) -> bool:
+    return max(a, b) <= SIMILAR_LENGTHS * max(1, min(a, b))
 
 
 def _distance(a: Problem, b: Problem) -> float:

@@ -6,6 +6,7 @@ unbuildable points. The rows named are of BUGS.md, section I.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import re
@@ -17,11 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from test_records import a_record
 from toy_family import ToyForward
 
+import fa2tvm
+from fa2tvm import modules, reference
 from fa2tvm.device import detect
-from fa2tvm.lookup import family_for
+from fa2tvm.lookup import family_for, lookup
 from fa2tvm.problem import Problem, Shape, Variant
+from fa2tvm.records import device_summary, merge_records
 from fa2tvm.schedule import Schedule
 from fa2tvm.tune.builder import Builder
 from fa2tvm.tune.database import TrialLog
@@ -227,3 +233,57 @@ def _wait_for_trials(folder: Path, number: int, job: subprocess.Popen[bytes]) ->
                 return found
         time.sleep(0.02)
     raise AssertionError("the job did not get that far")
+
+
+# The user's side of a store.
+
+
+@pytest.fixture
+def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty FA2TVM_HOME, with no answer remembered from another."""
+    monkeypatch.setenv("FA2TVM_HOME", str(tmp_path))
+    modules.forget()
+    yield tmp_path
+    modules.forget()
+
+
+def test_two_tuned_shapes_keep_their_schedules(
+    fresh_store: Path, generator: torch.Generator
+) -> None:
+    """BUGS I06 (triton !1242): alternating shapes with different configurations, ten times."""
+    variant = Variant("forward", "float32", 8, 8)
+    default = lookup(Problem(variant, Shape(1, 2, 2, 9, 9)), DEVICE).schedule.to_dict()
+    wanted = {}
+    for seq, block_kv in ((96, 32), (600, 64)):
+        problem = Problem(variant, Shape(1, 2, 2, seq, seq))
+        wanted[seq] = {**default, "block_kv": block_kv}
+        record = dataclasses.replace(
+            a_record(problem), decisions=wanted[seq], device=device_summary(DEVICE)
+        )
+        merge_records(fresh_store / "schedules" / DEVICE.slug / "forward.jsonl", [record])
+    inputs = {seq: torch.randn(3, 1, seq, 2, 8, generator=generator) for seq in wanted}
+    first = {seq: fa2tvm.attention(*qkv) for seq, qkv in inputs.items()}
+    for _ in range(10):
+        for seq, qkv in inputs.items():
+            assert torch.equal(fa2tvm.attention(*qkv), first[seq])
+            problem = Problem(variant, Shape(1, 2, 2, seq, seq))
+            assert modules.module_for(problem).schedule.to_dict() == wanted[seq]
+
+
+def test_first_backward_of_a_fresh_store_is_right(
+    fresh_store: Path, generator: torch.Generator
+) -> None:
+    """BUGS I05 (triton #54): tuning in the first call left sums of several runs in dQ."""
+    q, k, v, dout = torch.randn(4, 1, 70, 2, 8, generator=generator).unbind()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    calls = [
+        torch.autograd.grad(fa2tvm.attention(q, k, v, causal=True), (q, k, v), dout)
+        for _ in range(2)
+    ]
+    exact = reference.attention_backward(
+        *(x.detach().double().numpy() for x in (q, k, v, dout)), causal=True
+    )
+    for first, second, oracle in zip(*calls, exact, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first.double(), torch.from_numpy(oracle), rtol=0, atol=1e-5)
+    assert not list(fresh_store.rglob("trials.jsonl"))

@@ -16,7 +16,7 @@ from fa2tvm import lookup as lookup_module
 from fa2tvm.device import Device, baseline
 from fa2tvm.errors import InfeasibleSchedule, UnsupportedProblem
 from fa2tvm.lookup import Found, home, lookup, shipped_root
-from fa2tvm.problem import Problem
+from fa2tvm.problem import Problem, Shape
 from fa2tvm.records import Record, device_summary, merge_records
 from fa2tvm.schedule import CpuForward
 
@@ -95,6 +95,16 @@ def test_nearest_sizes_win(store: Store) -> None:
     store(a_problem(2000), HERE, 128)
     assert origin_and_block(lookup(a_problem(1900), HERE))[1] == 128
     assert origin_and_block(lookup(a_problem(700), HERE))[1] == 32
+
+
+def test_decode_and_prefill_do_not_share_a_record(store: Store) -> None:
+    prefill = a_problem(4096)
+    decode = dataclasses.replace(prefill, shape=Shape(1, 8, 8, 1, 4096))
+    store(decode, HERE, 32)
+    assert lookup(prefill, HERE).origin == "default"
+    store(prefill, HERE, 128)
+    assert origin_and_block(lookup(prefill, HERE))[1] == 128
+    assert origin_and_block(lookup(decode, HERE))[1] == 32
 
 
 def test_record_that_no_longer_parses_or_fits_is_passed_over(store: Store) -> None:
