@@ -28,9 +28,10 @@ from fa2tvm.tune.job import tune
 from fa2tvm.tune.nouns import Failure, Measured, Progress
 from fa2tvm.tune.progress import LiveProgress, describe
 from fa2tvm.tune.promote import Promoted, promote
-from fa2tvm.tune.runner import validated
+from fa2tvm.tune.runner import Runner, validated
 from fa2tvm.tune.search import Search
 from fa2tvm.tune.space import PREFIX, Space
+from fa2tvm.tune.worker import WorkerSpec
 
 DEVICE = detect()
 PROBLEM = Problem(Variant("forward", "float32", 16, 8, True), Shape(1, 2, 1, 64, 64))
@@ -295,6 +296,28 @@ def test_second_job_in_a_folder_is_refused(tmp_path: Path) -> None:
         pass
     with job_lock(tmp_path):
         pass
+
+
+# The runner.
+
+
+def test_a_hopeless_candidate_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    us = {"default": 100.0, "good": 90.0, "slow": 301.0, "dies": 100.0}
+    asked: list[tuple[str, bool]] = []
+
+    def answer(_self: Runner, _what: str, path: Path, warm_up: bool) -> Any:
+        asked.append((path.name, warm_up))
+        if path.name == "dies" and not warm_up:
+            return Failure("crash", "gone")
+        return {"us": us[path.name]}
+
+    monkeypatch.setattr(Runner, "_call", answer)
+    runner = Runner(PROBLEM, WorkerSpec("unused", Path()), seed=0)
+    results = runner.time([Path(name) for name in us], rounds=3)
+    assert results[:3] == [Measured((100.0,) * 3), Measured((90.0,) * 3), Measured((301.0,))]
+    assert results[3] == Failure("crash", "gone")
+    assert [name for name, warm_up in asked if not warm_up][:3] == ["default", "good", "dies"]
+    assert len(asked) == 4 + 3 + 3 + 1
 
 
 # The job.

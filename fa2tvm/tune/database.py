@@ -16,7 +16,6 @@ from fa2tvm.errors import CorruptRecord, JobBusy
 
 TRIALS = "trials.jsonl"
 JOB = "job.json"
-LOCK = ".job.lock"
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def job_lock(folder: Path) -> Iterator[None]:
         Where another process holds it: two jobs would disturb each other's timing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

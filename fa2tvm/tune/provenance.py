@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from fa2tvm.device import cpu_model
 from fa2tvm.records import problem_to_dict, program_version, versions, write_atomically
 from fa2tvm.tune.database import JOB
 from fa2tvm.tune.space import Space
@@ -78,6 +79,7 @@ def machine() -> dict[str, Any]:
         "system": platform.system(),
         "release": platform.release(),
         "machine": platform.machine(),
+        "cpu": cpu_model(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
     }
