@@ -18,7 +18,7 @@ from tvm.script import tirx as T
 from fa2tvm import blocks
 from fa2tvm.device import Device
 from fa2tvm.kernels import softmax
-from fa2tvm.kernels.script import ceil_div, clamp, sblocks
+from fa2tvm.kernels.script import ceil_div, clamp, lanes_of, sblocks, transpose
 from fa2tvm.problem import DTYPE_BYTES, Variant
 from fa2tvm.schedule import CpuForward
 
@@ -31,7 +31,7 @@ def build(variant: Variant, schedule: CpuForward, device: Device) -> tvm.IRModul
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
     """
-    sch = s_tir.Schedule(program(Sizes.of(variant, schedule)))
+    sch = s_tir.Schedule(program(Sizes.of(variant, schedule, device)))
     apply_tiles(sch, device.lanes)
     return tvm.IRModule({"forward": sch.mod["main"]})
 
@@ -42,6 +42,7 @@ class Sizes:
 
     dtype: str
     causal: bool
+    lanes: Any
     D: Any
     Dv: Any
     Br: Any
@@ -55,9 +56,10 @@ class Sizes:
     whole_o_tiles: Any
 
     @classmethod
-    def of(cls, variant: Variant, schedule: CpuForward) -> Sizes:
-        """The sizes that a variant and a schedule give."""
+    def of(cls, variant: Variant, schedule: CpuForward, device: Device) -> Sizes:
+        """The sizes that a variant, a schedule and a device give."""
         sizes = {
+            "lanes": device.lanes,
             "D": variant.head_dim_qk,
             "Dv": variant.head_dim_v,
             "Br": schedule.block_q,
@@ -85,12 +87,28 @@ def balanced(u: Any, n: Any) -> Any:
     return T.bitwise_xor(half, -odd) + n * odd
 
 
+def query_tile(c, Q, QT, b, h, i0, p, i, d, seq_q, softmax_scale):
+    """A square tile of Q_i, transposed in registers."""
+    n = int(c.lanes)
+    row = i0 + p * c.Wq + i
+    rows = [
+        T.cast(Q[b, T.min(row + r, seq_q - 1), h, lanes_of(d, n)], f"float32x{n}") for r in range(n)
+    ]
+    scale_log2 = T.Broadcast(softmax_scale * T.float32(softmax.LOG2_E), n)
+    for r, column in enumerate(transpose(rows)):
+        T.buffer_store(QT, column * scale_log2, [p, d + r, lanes_of(i, n)])
+
+
 @T.inline
 def load_query_panel(c, Q, QT, OT, m, l, b, h, i0, p, seq_q, softmax_scale):
     """Line 3-5: Q_i transposed and scaled to base 2; rows past the end repeat the last one."""
-    for i, d in T.grid(c.Wq, c.D):
-        QT[p, d, i] = T.cast(Q[b, T.min(i0 + p * c.Wq + i, seq_q - 1), h, d], "float32") * (
-            softmax_scale * T.float32(softmax.LOG2_E)
+    for it, dt in T.grid(T.truncdiv(c.Wq, c.lanes), T.truncdiv(c.D, c.lanes)):
+        query_tile(c, Q, QT, b, h, i0, p, it * c.lanes, dt * c.lanes, seq_q, softmax_scale)
+    for i, dd in T.grid(c.Wq, T.truncmod(c.D, c.lanes)):
+        QT[p, c.D - 1 - dd, i] = (
+            T.cast(Q[b, T.min(i0 + p * c.Wq + i, seq_q - 1), h, c.D - 1 - dd], "float32")
+            * softmax_scale
+            * T.float32(softmax.LOG2_E)
         )
     for r, i in T.grid(c.o_tiles * c.Ro, c.Wq):
         with T.sblock("O_zero"):
@@ -231,10 +249,10 @@ def accumulate(c, V_j, P, alpha, OT, p, dt, n_all, n_any, diagonal):
                         vr, vi = T.axis.remap("SS", [r, i])
                         T.reads(V_j[dt, j, vr], P[j, vi])
                         T.writes(O_frag[vr, vi])
-                        O_frag[vr, vi] = T.Select(
+                        O_frag[vr, vi] += P[j, vi] * T.Select(
                             T.cast(j, "int32") <= diagonal + T.cast(vi, "int32"),
-                            O_frag[vr, vi] + V_j[dt, j, vr] * P[j, vi],
-                            O_frag[vr, vi],
+                            V_j[dt, j, vr],
+                            ZERO,
                         )
     for r, i in T.grid(c.Ro, c.Wq):
         with T.sblock("O_store"):
@@ -242,15 +260,38 @@ def accumulate(c, V_j, P, alpha, OT, p, dt, n_all, n_any, diagonal):
             OT[p, dt * c.Ro + vr, vi] = O_frag[vr, vi]
 
 
+def output_tile(c, OT, inverse_l, O, b, h, row, p, i, d):
+    """A square tile of O_i, divided by l_i and transposed in registers."""
+    n = int(c.lanes)
+    columns = [OT[p, d + r, lanes_of(i, n)] * inverse_l[lanes_of(i, n)] for r in range(n)]
+    for r, values in enumerate(transpose(columns)):
+        T.buffer_store(O, T.cast(values, f"{c.dtype}x{n}"), [b, row + i + r, h, lanes_of(d, n)])
+
+
 @T.inline
-def store_panel(c, OT, m, l, O, LSE, b, h, i0, p, seq_q):
+def store_panel(c, OT, m, l, O, LSE, b, h, row, p, n_rows):
     """Lines 12-13: O_i = O_i / l_i, L_i = m_i + ln l_i; 0 and -inf for a row that saw nothing."""
-    for i in range(T.min(c.Wq, seq_q - i0 - p * c.Wq)):
-        for d in range(c.Dv):
-            O[b, i0 + p * c.Wq + i, h, d] = T.cast(
-                T.Select(l[p, i] == ZERO, ZERO, OT[p, d, i] / l[p, i]), c.dtype
-            )
-        LSE[b, h, i0 + p * c.Wq + i] = m[p, i] * T.float32(softmax.LN_2) + softmax.log(l[p, i])
+    inverse_l = T.sblock_alloc_buffer((c.Wq,))
+    L_i = T.sblock_alloc_buffer((c.Wq,))
+    for i in range(c.Wq):
+        with T.sblock("inverse_l"):
+            vi = T.axis.remap("S", [i])
+            inverse_l[vi] = T.Select(l[p, vi] == ZERO, ZERO, T.float32(1) / l[p, vi])
+    for i in range(c.Wq):
+        with T.sblock("L_i"):
+            vi = T.axis.remap("S", [i])
+            L_i[vi] = m[p, vi] * T.float32(softmax.LN_2) + softmax.log(l[p, vi])
+    if n_rows == c.Wq:
+        for it, dt in T.grid(T.truncdiv(c.Wq, c.lanes), T.truncdiv(c.Dv, c.lanes)):
+            output_tile(c, OT, inverse_l, O, b, h, row, p, it * c.lanes, dt * c.lanes)
+        for i, dd in T.grid(c.Wq, T.truncmod(c.Dv, c.lanes)):
+            d = T.meta_var(c.Dv - 1 - dd)
+            O[b, row + i, h, d] = T.cast(OT[p, d, i] * inverse_l[i], c.dtype)
+    else:
+        for i, d in T.grid(n_rows, c.Dv):
+            O[b, row + i, h, d] = T.cast(OT[p, d, i] * inverse_l[i], c.dtype)
+    for i in range(n_rows):
+        LSE[b, h, row + i] = L_i[i]
 
 
 def program(c: Sizes) -> Any:
@@ -363,14 +404,38 @@ def program(c: Sizes) -> Any:
                         p = T.axis.spatial(n_panels, panel)
                         T.reads()
                         T.writes()
-                        store_panel(c, OT, m, l, O, LSE, b, h, i0, p, seq_q)
+                        store_panel(
+                            c,
+                            OT,
+                            m,
+                            l,
+                            O,
+                            LSE,
+                            b,
+                            h,
+                            i0 + p * c.Wq,
+                            p,
+                            T.min(c.Wq, seq_q - i0 - p * c.Wq),
+                        )
 
     return forward
 
 
 # Blocks whose last loop runs over the queries of a panel; in the second list the loop before it
 # runs over the rows of a register tile.
-LANE_BLOCKS = ("O_zero", "m_l_zero", "m_new", "m_safe", "alpha", "m", "P_ij", "l_new", "l")
+LANE_BLOCKS = (
+    "O_zero",
+    "m_l_zero",
+    "m_new",
+    "m_safe",
+    "alpha",
+    "m",
+    "P_ij",
+    "l_new",
+    "l",
+    "inverse_l",
+    "L_i",
+)
 TILE_BLOCKS = (
     "S_update",
     "S_store",

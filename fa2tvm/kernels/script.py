@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 
@@ -29,3 +30,28 @@ def sblocks(sch: Any) -> dict[str, Any]:
         found[name] = block
         todo += sch.get_child_blocks(block)
     return found
+
+
+def transpose(rows: list[Any]) -> list[Any]:
+    """The columns of a square tile of vectors, n log2 n two-operand shuffles; n is a power of two.
+
+    Source: Eklundh, "A fast computer method for matrix transposing" (1972): at distance s the
+    off-diagonal s x s blocks of every 2s x 2s block change places.
+    """
+    n = len(rows)
+    distance = n // 2
+    while distance:
+        upper = [lane if not lane & distance else n + lane - distance for lane in range(n)]
+        lower = [n + lane if lane & distance else lane + distance for lane in range(n)]
+        for i in range(n):
+            if not i & distance:
+                pair = [rows[i], rows[i + distance]]
+                rows[i] = tirx.Shuffle(pair, upper)
+                rows[i + distance] = tirx.Shuffle(pair, lower)
+        distance //= 2
+    return rows
+
+
+def lanes_of(start: Any, n: int) -> Any:
+    """The index of n neighbours from `start`."""
+    return T.Ramp(start, T.int64(1), n)
