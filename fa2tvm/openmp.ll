@@ -8,8 +8,10 @@
 ; lambda(task, env, cdata) and takes its share of the loop from task and env's number of tasks.
 
 %Env = type { ptr, i32 }
-; lambda, cdata, env, next task, error code
-%Job = type { ptr, ptr, %Env, i32, i32 }
+; lambda, cdata, env, counters, number of shares, next thread, error code
+%Job = type { ptr, ptr, %Env, ptr, i32, i32, i32 }
+; Tasks taken from one share; a cache line of its own.
+%Counter = type [16 x i32]
 
 @__TVMBackendParallelLaunch = linkonce global ptr null, align 8
 @__TVMBackendAllocWorkspace = linkonce global ptr null, align 8
@@ -23,10 +25,13 @@
 
 declare ptr @aligned_alloc(i64, i64)
 declare void @free(ptr)
+declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 declare i32 @__tvm_ffi_@PASS@(ptr, ptr, i32, ptr)
 
-; Each thread takes the next task until none is left, so every task runs exactly once however
-; many threads the OpenMP runtime really gives, and a slow task holds nobody up.
+; The tasks are cut into equal contiguous shares, one for each thread asked for. A thread works
+; through its own share, whose tasks mostly read the same keys, and then helps with the others'.
+; So every task runs exactly once however many threads the OpenMP runtime really gives, and a
+; slow task or a busy core holds nobody up.
 define internal void @worker(ptr %job) {
 entry:
   %lambda = load ptr, ptr %job
@@ -35,13 +40,38 @@ entry:
   %env = getelementptr inbounds %Job, ptr %job, i32 0, i32 2
   %tasks.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 2, i32 1
   %tasks = load i32, ptr %tasks.at
-  %next.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 3
-  %error.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 4
+  %counters.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 3
+  %counters = load ptr, ptr %counters.at
+  %shares.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 4
+  %shares = load i32, ptr %shares.at
+  %thread.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 5
+  %error.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 6
+  %me = atomicrmw add ptr %thread.at, i32 1 monotonic
+  %tasks.wide = zext i32 %tasks to i64
+  %shares.wide = zext i32 %shares to i64
+  br label %next_share
+next_share:
+  %visited = phi i32 [ 0, %entry ], [ %visited.next, %share_done ]
+  %all = icmp eq i32 %visited, %shares
+  br i1 %all, label %done, label %enter_share
+enter_share:
+  %turn = add i32 %me, %visited
+  %share = urem i32 %turn, %shares
+  %share.wide = zext i32 %share to i64
+  %after.wide = add i64 %share.wide, 1
+  %first.scaled = mul i64 %share.wide, %tasks.wide
+  %first.wide = udiv i64 %first.scaled, %shares.wide
+  %first = trunc i64 %first.wide to i32
+  %end.scaled = mul i64 %after.wide, %tasks.wide
+  %end.wide = udiv i64 %end.scaled, %shares.wide
+  %end = trunc i64 %end.wide to i32
+  %counter = getelementptr inbounds %Counter, ptr %counters, i64 %share.wide
   br label %take
 take:
-  %task = atomicrmw add ptr %next.at, i32 1 monotonic
-  %left = icmp slt i32 %task, %tasks
-  br i1 %left, label %run, label %done
+  %taken = atomicrmw add ptr %counter, i32 1 monotonic
+  %task = add i32 %first, %taken
+  %left = icmp slt i32 %task, %end
+  br i1 %left, label %run, label %share_done
 run:
   %code = call i32 %lambda(i32 %task, ptr %env, ptr %cdata)
   %right = icmp eq i32 %code, 0
@@ -49,6 +79,9 @@ run:
 failed:
   store atomic i32 %code, ptr %error.at monotonic, align 4
   br label %take
+share_done:
+  %visited.next = add i32 %visited, 1
+  br label %next_share
 done:
   ret void
 }
@@ -62,9 +95,11 @@ entry:
   %barrier.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 2, i32 0
   store ptr null, ptr %barrier.at
   %tasks.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 2, i32 1
-  %next.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 3
-  store i32 0, ptr %next.at
-  %error.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 4
+  %counters.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 3
+  %shares.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 4
+  %thread.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 5
+  store i32 0, ptr %thread.at
+  %error.at = getelementptr inbounds %Job, ptr %job, i32 0, i32 6
   store i32 0, ptr %error.at
   %limit = load i32, ptr @thread_limit
   %alone = icmp eq i32 %limit, 1
@@ -92,12 +127,23 @@ ask:
   %is_serial = or i1 %is_nested, %is_one
   br i1 %is_serial, label %serial, label %parallel
 serial:
+  %single = alloca %Counter, align 64
+  store i32 0, ptr %single
+  store ptr %single, ptr %counters.at
+  store i32 1, ptr %shares.at
   store i32 1, ptr %tasks.at
   call void @worker(ptr %job)
   br label %finish
 parallel:
-  ; Many more tasks than threads even out tasks of unequal cost (causal masks, busy cores).
-  %many = mul nsw i32 %threads, 32
+  %threads.wide = zext i32 %threads to i64
+  %counters = alloca %Counter, i64 %threads.wide, align 64
+  %bytes = shl i64 %threads.wide, 6
+  call void @llvm.memset.p0.i64(ptr align 64 %counters, i8 0, i64 %bytes, i1 false)
+  store ptr %counters, ptr %counters.at
+  store i32 %threads, ptr %shares.at
+  ; More tasks than threads, so that there is something to help with; but hardly more than the
+  ; loop has iterations, or else the last shares are empty and nobody works on a share of its own.
+  %many = mul nsw i32 %threads, 16
   %asked = icmp sgt i32 %num_task, 0
   %tasks = select i1 %asked, i32 %num_task, i32 %many
   store i32 %tasks, ptr %tasks.at
