@@ -92,7 +92,7 @@ def make_workers(
 ) -> tuple[Builder, Runner]:
     """Worker processes that build and run a problem's candidates; modules go into `scratch`."""
 
-    def spec(role: str, threads: int) -> WorkerSpec:
+    def spec(role: str, threads: int | None) -> WorkerSpec:
         limit = options.memory_bytes if device.kind == "llvm" else None
         return WorkerSpec(f"fa2tvm.tune.{role}", scratch, options.plugins, limit, threads)
 
@@ -103,4 +103,4 @@ def make_workers(
         n_workers=options.builders or max(1, device.cores),
         timeout_s=options.build_timeout_s,
     )
-    return builder, Runner(problem, spec("harness", device.cores), seed, options.run_timeout_s)
+    return builder, Runner(problem, spec("harness", None), seed, options.run_timeout_s)

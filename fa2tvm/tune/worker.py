@@ -45,14 +45,14 @@ class WorkerSpec:
     memory_bytes
         Limit of its private memory, or None for no limit.
     threads
-        Threads for kernels.
+        OpenMP threads; None leaves them to PyTorch, as a user's process does.
     """
 
     role: str
     scratch: Path
     plugins: tuple[str, ...] = ()
     memory_bytes: int | None = None
-    threads: int = 1
+    threads: int | None = None
 
 
 class WorkerFailure(Exception):
@@ -96,8 +96,9 @@ class Worker:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             "FA2TVM_HOME": str(self.spec.scratch / "home"),
-            "OMP_NUM_THREADS": str(self.spec.threads),
         }
+        if self.spec.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self.spec.threads)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -113,7 +114,6 @@ class Worker:
             "role": self.spec.role,
             "plugins": self.spec.plugins,
             "memory_bytes": self.spec.memory_bytes,
-            "threads": self.spec.threads,
         }
         self._connection.send_bytes(json.dumps(hello).encode())
 
