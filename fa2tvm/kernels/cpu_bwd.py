@@ -1,37 +1,43 @@
-"""Algorithm 2 for CPUs: keys or head columns lie on the vector lanes, five products a block pair.
+"""Algorithm 2 for CPUs: five products a block pair, each in register tiles.
 
 One task is one key head of one batch entry, or one of `splits` parts of its keys. It goes over its
 key blocks and, for each, over the query blocks that see it, with dK_j and dV_j at hand and a dQ of
-its own in the workspace, so nothing is shared. S, dP [query, key] have keys on the lanes, dV_j,
-dK_j and dQ_i have head columns there: no product needs a reduction across lanes, and only K_j and
-V_j are transposed, once a key block. The plan, its floor and the measurements behind it are in
-cpu_bwd.md.
+its own in the workspace, so nothing is shared. The plan, its floor and the measurements behind it
+are in cpu_bwd.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import s_tir
 from tvm.script import tirx as T
 
-from fa2tvm import blocks
 from fa2tvm.device import Device
 from fa2tvm.kernels import softmax
-from fa2tvm.kernels.script import ceil_div, clamp, sblocks
+from fa2tvm.kernels.cpu_bwd_blocks import (
+    INF,
+    ONE,
+    ZERO,
+    Sizes,
+    add_dq,
+    add_transposed_product,
+    clear,
+    count_seen,
+    first_query_block,
+    load_keys,
+    load_rows,
+    load_values,
+    product,
+    visible,
+)
+from fa2tvm.kernels.cpu_bwd_rows import exact_statistics, find_loud, row_statistics
+from fa2tvm.kernels.script import ceil_div, sblocks
 from fa2tvm.problem import DTYPE_BYTES, Variant
 from fa2tvm.schedule import CpuBackward
 
-ZERO = T.float32(0)
-ONE = T.float32(1)
-INF = T.float32(float("inf"))
-NAN = T.float32(float("nan"))
 LOG2_E = T.float32(softmax.LOG2_E)
-# Beyond it float32 keeps LSE to 2**-17 or worse, which is an error of P of that size: the row's
-# maximum and sum are then computed again, so that each row of P sums to 1.
-LSE_PRECISE = T.float32(256)
 
 
 def build(variant: Variant, schedule: CpuBackward, device: Device) -> tvm.IRModule:
@@ -45,202 +51,33 @@ def build(variant: Variant, schedule: CpuBackward, device: Device) -> tvm.IRModu
     return tvm.IRModule({"backward": sch.mod["main"]})
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Compile-time sizes of the program as TensorIR int64 constants; `Dp`, `Dvp` are padded."""
-
-    dtype: str
-    causal: bool
-    D: Any
-    Dv: Any
-    Dp: Any
-    Dvp: Any
-    Br: Any
-    Bc: Any
-    lanes: Any
-
-    @classmethod
-    def of(cls, variant: Variant, schedule: CpuBackward) -> Sizes:
-        """The sizes that a variant and a schedule give."""
-        sizes = {
-            "D": variant.head_dim_qk,
-            "Dv": variant.head_dim_v,
-            "Dp": schedule.padded(variant.head_dim_qk),
-            "Dvp": schedule.padded(variant.head_dim_v),
-            "Br": schedule.block_q,
-            "Bc": schedule.block_kv,
-            "lanes": schedule.lanes,
-        }
-        return cls(variant.dtype, variant.causal, **{k: T.int64(x) for k, x in sizes.items()})
-
-
-def visible(c: Sizes, i: Any, j0: Any, n_keys: Any, causal_offset: Any) -> Any:
-    """How many of the n_keys keys of the block at j0 query row i sees."""
-    return blocks.visible_keys(i, n_keys, c.causal, causal_offset - j0, clamp)
-
-
-def first_query_block(c: Sizes, j0: Any, seq_q: Any, causal_offset: Any) -> Any:
-    """The first query block that sees key j0; the number of query blocks if none does."""
-    if not c.causal:
-        return T.int64(0)
-    row = blocks.first_row(j0, seq_q, c.causal, causal_offset, clamp)
-    return T.Select(row == seq_q, ceil_div(seq_q, c.Br), T.truncdiv(row, c.Br))
-
-
 @T.inline
-def row_statistics(c, O, dO, LSE, dLSE, W, b, h, i0, row0, stats, seq_q, has_dlse):
-    """Line 4: D_i = rowsum(dO_i o O_i) - dLSE_i, and L_i; W also gets R_i, a factor of P_i.
-
-    A row past the end, or that sees nothing, has L = inf, so that exp(S - L) is 0. The sum is taken
-    in the order of dP's, so that dP - D is exactly 0 where P is one-hot.
-    """
-    D_i = T.sblock_alloc_buffer((c.Br,))
-    for i, d in T.grid(c.Br, c.Dv):
-        with T.sblock("D"):
-            vi, vd = T.axis.remap("SR", [i, d])
-            with T.init():
-                D_i[vi] = ZERO
-            D_i[vi] = D_i[vi] + T.cast(dO[b, T.min(i0 + vi, seq_q - 1), h, vd], "float32") * T.cast(
-                O[b, T.min(i0 + vi, seq_q - 1), h, vd], "float32"
-            )
-    for i in range(c.Br):
-        W[row0 + i] = INF
-        W[stats + row0 + i] = D_i[i]
-        W[2 * stats + row0 + i] = ONE
-        if i0 + i < seq_q:
-            W[row0 + i] = LSE[b, h, i0 + i]
-            if LSE[b, h, i0 + i] == -INF:
-                W[row0 + i] = INF
-            # A logit of inf makes all of its row NaN, as inf - inf is.
-            if LSE[b, h, i0 + i] == INF:
-                W[row0 + i] = NAN
-            if has_dlse != 0:
-                W[stats + row0 + i] = D_i[i] - dLSE[b, h, i0 + i]
-
-
-@T.inline
-def load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys, softmax_scale):
-    """Line 6: K_j widened, zero past the end, and its transpose times the softmax scale."""
-    for j in range(c.Bc):
-        if j < n_keys:
-            for d in range(c.D):
-                K_j[j, d] = T.cast(K[b, j0 + j, hk, d], "float32")
-        else:
-            for d in range(c.D):
-                K_j[j, d] = ZERO
-    for j, d in T.grid(c.Bc, c.D):
-        KT_j[d, j] = K_j[j, d] * softmax_scale
-
-
-@T.inline
-def load_values(c, V, VT_j, b, hk, j0, n_keys):
-    """Line 6: V_j transposed, zero past the end."""
-    for j in range(c.Bc):
-        if j < n_keys:
-            for d in range(c.Dv):
-                VT_j[d, j] = T.cast(V[b, j0 + j, hk, d], "float32")
-        else:
-            for d in range(c.Dv):
-                VT_j[d, j] = ZERO
-
-
-@T.inline
-def load_rows(X, X_i, W, b, h, i0, row0, D):
-    """Line 9: rows of Q or dO widened; zero for those that see nothing."""
-    for i in range(X_i.shape[0]):
-        if W[row0 + i] != INF:
-            for d in range(D):
-                X_i[i, d] = T.cast(X[b, i0 + i, h, d], "float32")
-        else:
-            for d in range(D):
-                X_i[i, d] = ZERO
-
-
-@T.inline
-def clear(name, X):
-    """X = 0."""
-    for i, d in T.grid(X.shape[0], X.shape[1]):
-        with T.sblock(name):
-            vi, vd = T.axis.remap("SS", [i, d])
-            X[vi, vd] = ZERO
-
-
-@T.inline
-def product(name, C, A, B, n):
-    """C = A[:, :n] B, B [n, lanes]."""
-    for i, j, k in T.grid(C.shape[0], C.shape[1], n):
-        with T.sblock(name):
-            vi, vj, vk = T.axis.remap("SSR", [i, j, k])
-            with T.init():
-                C[vi, vj] = ZERO
-            C[vi, vj] = C[vi, vj] + A[vi, vk] * B[vk, vj]
-
-
-@T.inline
-def add_transposed_product(name, C, A, B):
-    """C = C + A^T B."""
-    for i, j, k in T.grid(C.shape[0], C.shape[1], A.shape[0]):
-        with T.sblock(name):
-            vi, vj, vk = T.axis.remap("SSR", [i, j, k])
-            with T.init():
-                C[vi, vj] = C[vi, vj]
-            C[vi, vj] = C[vi, vj] + A[vk, vi] * B[vk, vj]
-
-
-@T.inline
-def add_dq(c, W, dq0, dS, K_j):
-    """Line 15: dQ_i = dQ_i + dS_ij K_j, dQ_i at dq0 of W."""
-    for i, d, j in T.grid(c.Br, c.Dp, c.Bc):
-        with T.sblock("dQ"):
-            vi, vd, vj = T.axis.remap("SSR", [i, d, j])
-            with T.init():
-                W[dq0 + vi * c.Dp + vd] = W[dq0 + vi * c.Dp + vd]
-            W[dq0 + vi * c.Dp + vd] = W[dq0 + vi * c.Dp + vd] + dS[vi, vj] * K_j[vj, vd]
-
-
-@T.inline
-def probabilities(c, S, dP, P, dS, W, row0, stats):
+def probabilities(c, S, dP, P, dS, W, row0, stats, columns):
     """Lines 11 and 14: P_ij = exp(S_ij - L_i) R_i and dS_ij = P_ij o (dP_ij - D_i)."""
-    for i, j in T.grid(c.Br, c.Bc):
+    for i, j in T.grid(c.Br, columns):
         with T.sblock("P"):
             vi, vj = T.axis.remap("SS", [i, j])
-            P[vi, vj] = softmax.exp2((S[vi, vj] - W[row0 + vi]) * LOG2_E) * W[2 * stats + row0 + vi]
-    for i, j in T.grid(c.Br, c.Bc):
-        with T.sblock("dS"):
-            vi, vj = T.axis.remap("SS", [i, j])
-            dS[vi, vj] = P[vi, vj] * (dP[vi, vj] - W[stats + row0 + vi])
+            L = T.meta_var(W[row0 + vi])
+            D = T.meta_var(W[stats + row0 + vi])
+            R = T.meta_var(W[2 * stats + row0 + vi])
+            P_ij = T.meta_var(softmax.exp2((S[vi, vj] - L) * LOG2_E) * R)
+            P[vi, vj] = P_ij
+            dS[vi, vj] = P_ij * (dP[vi, vj] - D)
 
 
 @T.inline
-def masked_probabilities(c, S, dP, P, dS, W, row0, stats, n_seen):
+def masked_probabilities(c, S, dP, P, dS, W, row0, stats, columns, n_seen):
     """The same, and exactly 0 for what a row does not see, even where that is NaN."""
-    for i, j in T.grid(c.Br, c.Bc):
+    for i, j in T.grid(c.Br, columns):
         with T.sblock("P_masked"):
             vi, vj = T.axis.remap("SS", [i, j])
-            P[vi, vj] = T.Select(
-                T.cast(vj, "int32") < n_seen[vi],
-                softmax.exp2((S[vi, vj] - W[row0 + vi]) * LOG2_E) * W[2 * stats + row0 + vi],
-                ZERO,
-            )
-    for i, j in T.grid(c.Br, c.Bc):
-        with T.sblock("dS_masked"):
-            vi, vj = T.axis.remap("SS", [i, j])
-            dS[vi, vj] = T.Select(
-                T.cast(vj, "int32") < n_seen[vi],
-                P[vi, vj] * (dP[vi, vj] - W[stats + row0 + vi]),
-                ZERO,
-            )
-
-
-@T.inline
-def count_seen(c, W, n_seen, i0, j0, row0, n_keys, causal_offset):
-    """How many keys of the block each row sees."""
-    for i in range(c.Br):
-        n_seen[i] = T.Select(
-            W[row0 + i] == INF,
-            T.int32(0),
-            T.cast(visible(c, i0 + i, j0, n_keys, causal_offset), "int32"),
-        )
+            L = T.meta_var(W[row0 + vi])
+            D = T.meta_var(W[stats + row0 + vi])
+            R = T.meta_var(W[2 * stats + row0 + vi])
+            seen = T.meta_var(T.cast(vj, "int32") < n_seen[vi])
+            P_ij = T.meta_var(softmax.exp2((S[vi, vj] - L) * LOG2_E) * R)
+            P[vi, vj] = T.Select(seen, P_ij, ZERO)
+            dS[vi, vj] = T.Select(seen, P_ij * (dP[vi, vj] - D), ZERO)
 
 
 def is_odd(x: Any) -> Any:
@@ -282,14 +119,16 @@ def add_seen_only(c, P, dS, Q_i, dO_i, K_j, dK_j, dV_j, W, dq0, n_seen):
 
 
 @T.inline
-def needed_products(c, P, dS, Q_i, dO_i, K_j, dK_j, dV_j, W, dq0, need_dq, need_dk, need_dv):
+def needed_products(
+    c, P, dS, Q_i, dO_i, K_j, dK_j, dV_j, W, dq0, columns, need_dq, need_dk, need_dv
+):
     """Lines 12, 15 and 16, the needed ones."""
     if need_dv != 0:
-        add_transposed_product("dV", dV_j, P, dO_i)
+        add_transposed_product("dV", dV_j, P, dO_i, columns)
     if need_dk != 0:
-        add_transposed_product("dK", dK_j, dS, Q_i)
+        add_transposed_product("dK", dK_j, dS, Q_i, columns)
     if need_dq != 0:
-        add_dq(c, W, dq0, dS, K_j)
+        add_dq(c, W, dq0, dS, K_j, columns)
 
 
 @T.inline
@@ -311,89 +150,6 @@ def store_dq(c, dQ, W, b, h, i0, dq0, split_stride, n_rows, n_splits, softmax_sc
                 dQ_i[d] = dQ_i[d] + W[dq0 + s * split_stride + i * c.Dp + d]
         for d in range(c.D):
             dQ[b, i0 + i, h, d] = T.cast(dQ_i[d] * softmax_scale, c.dtype)
-
-
-def is_loud(L: Any) -> Any:
-    """Whether float32 keeps this LSE too coarsely; false for NaN and where nothing is seen."""
-    return T.And(L != INF, T.max(L, -L) > LSE_PRECISE)
-
-
-@T.inline
-def find_loud(c, W, row0, loud):
-    """Set loud to 1 iff some row's LSE is loud, else to 0."""
-    loud[0] = T.int32(0)
-    for i in range(c.Br):
-        if is_loud(W[row0 + i]):
-            loud[0] = T.int32(1)
-
-
-@T.inline
-def online_statistics(c, S, m, l, n_seen):
-    """Algorithm 1's line 9 on each lane by itself: maximum and sum of S_ij over a lane's keys."""
-    for i, v, lane in T.grid(c.Br, T.truncdiv(c.Bc, c.lanes), c.lanes):
-        with T.sblock("online"):
-            vi, vv, vl = T.axis.remap("SSS", [i, v, lane])
-            T.reads(n_seen[vi])
-            T.writes(m[vi, vl], l[vi, vl])
-            s = T.meta_var(
-                T.Select(
-                    T.cast(vv * c.lanes + vl, "int32") < n_seen[vi], S[vi, vv * c.lanes + vl], -INF
-                )
-            )
-            m_new = T.meta_var(T.max(m[vi, vl], s))
-            safe = T.meta_var(T.Select(m_new == -INF, ZERO, m_new))
-            l[vi, vl] = l[vi, vl] * softmax.exp2((m[vi, vl] - safe) * LOG2_E) + softmax.exp2(
-                (s - safe) * LOG2_E
-            )
-            m[vi, vl] = m_new
-
-
-@T.inline
-def renormalise(c, W, m, l, row0, stats):
-    """For loud rows: L_i becomes the row's maximum and R_i one over its sum."""
-    for i in range(c.Br):
-        if is_loud(W[row0 + i]):
-            W[row0 + i] = -INF
-            for lane in range(c.lanes):
-                W[row0 + i] = T.max(W[row0 + i], m[i, lane])
-            W[2 * stats + row0 + i] = ZERO
-            for lane in range(c.lanes):
-                W[2 * stats + row0 + i] = W[2 * stats + row0 + i] + l[i, lane] * softmax.exp2(
-                    (m[i, lane] - W[row0 + i]) * LOG2_E
-                )
-            W[2 * stats + row0 + i] = ONE / W[2 * stats + row0 + i]
-
-
-@T.inline
-def exact_statistics(
-    c, Q, K, W, b, h, hk, i0, row0, stats, seq_q, seq_kv, causal_offset, softmax_scale
-):
-    """L_i and R_i of loud rows from S itself; one product more than Algorithm 2 has."""
-    Q_i = T.sblock_alloc_buffer((c.Br, c.Dp))
-    K_j = T.sblock_alloc_buffer((c.Bc, c.Dp))
-    KT_j = T.sblock_alloc_buffer((c.D, c.Bc))
-    S = T.sblock_alloc_buffer((c.Br, c.Bc))
-    m = T.sblock_alloc_buffer((c.Br, c.lanes))
-    l = T.sblock_alloc_buffer((c.Br, c.lanes))
-    n_seen = T.sblock_alloc_buffer((c.Br,), "int32")
-    n_visible: T.let = blocks.visible_keys(
-        T.min(i0 + c.Br, seq_q) - 1, seq_kv, c.causal, causal_offset, clamp
-    )
-    load_rows(Q, Q_i, W, b, h, i0, row0, c.D)
-    for i, lane in T.grid(c.Br, c.lanes):
-        m[i, lane] = -INF
-        l[i, lane] = ZERO
-    for block in range(ceil_div(n_visible, c.Bc)):
-        with T.sblock("row_keys"):
-            j0 = T.axis.opaque(seq_kv, block * c.Bc)
-            T.reads()
-            T.writes()
-            n_keys: T.let = T.min(c.Bc, seq_kv - j0)
-            load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys, softmax_scale)
-            product("S_rows", S, Q_i, KT_j, c.D)
-            count_seen(c, W, n_seen, i0, j0, row0, n_keys, causal_offset)
-            online_statistics(c, S, m, l, n_seen)
-    renormalise(c, W, m, l, row0, stats)
 
 
 def program(c: Sizes) -> Any:
@@ -535,11 +291,12 @@ def program(c: Sizes) -> Any:
                 clear("K_zero", K_j)
                 clear("Q_zero", Q_i)
                 clear("dO_zero", dO_i)
-                for x in range(group * rows * c.Dp):
-                    W[own + x] = ZERO
+                if need_dq != 0:
+                    for x in range(group * rows * c.Dp):
+                        W[own + x] = ZERO
                 for block in range(T.truncdiv(n_j - split + n_splits - 1, n_splits)):
                     with T.sblock("K_j"):
-                        # Every n_splits-th block: under a causal mask the early ones have more rows.
+                        # Every n_splits-th: under a causal mask the early ones have more rows.
                         j0 = T.axis.opaque(seq_kv, (split + block * n_splits) * c.Bc)
                         T.reads()
                         T.writes()
@@ -562,16 +319,24 @@ def program(c: Sizes) -> Any:
                                 dq_i: T.let = own + (vg * rows + i0) * c.Dp
                                 load_rows(Q, Q_i, W, b, h, i0, row0, c.D)
                                 load_rows(dO, dO_i, W, b, h, i0, row0, c.Dv)
-                                product("S", S, Q_i, KT_j, c.D)
-                                product("dP", dP, dO_i, VT_j, c.Dv)
+                                # Keys of the block that some row sees, in whole tiles of S.
+                                tiles: T.let = ceil_div(
+                                    visible(c, i0 + c.Br - 1, j0, n_keys, causal_offset), c.unit
+                                )
+                                columns = T.meta_var(tiles * c.unit)
+                                product("S", S, Q_i, KT_j, c.D, columns)
+                                if need_dq + need_dk != 0:
+                                    product("dP", dP, dO_i, VT_j, c.Dv, columns)
                                 odd[0] = T.int32(0)
                                 if visible(c, i0, j0, n_keys, causal_offset) < c.Bc:
                                     count_seen(c, W, n_seen, i0, j0, row0, n_keys, causal_offset)
-                                    masked_probabilities(c, S, dP, P, dS, W, row0, stats, n_seen)
+                                    masked_probabilities(
+                                        c, S, dP, P, dS, W, row0, stats, columns, n_seen
+                                    )
                                     if c.causal:
                                         find_odd(c, W, row0, stats, odd_keys, odd)
                                 else:
-                                    probabilities(c, S, dP, P, dS, W, row0, stats)
+                                    probabilities(c, S, dP, P, dS, W, row0, stats, columns)
                                 if odd[0] != 0:
                                     add_seen_only(
                                         c, P, dS, Q_i, dO_i, K_j, dK_j, dV_j, W, dq_i, n_seen
@@ -588,6 +353,7 @@ def program(c: Sizes) -> Any:
                                         dV_j,
                                         W,
                                         dq_i,
+                                        columns,
                                         need_dq,
                                         need_dk,
                                         need_dv,
@@ -629,9 +395,7 @@ LANE_BLOCKS = (
     "dK_zero",
     "dV_zero",
     "P",
-    "dS",
     "P_masked",
-    "dS_masked",
     "online",
 )
 
