@@ -216,13 +216,16 @@ def online_softmax(c, S, m_tile, alpha, m, l, p, n_any):
         for i in range(c.Wq):
             with T.sblock("l_new"):
                 vj, vi = T.axis.remap("RS", [jj, i])
+                # From 0 in each block: rounding errors then grow with its length, not with N.
                 with T.init():
-                    l_new[vi] = l[p, vi] * alpha[vi]
+                    l_new[vi] = ZERO
                 l_new[vi] = l_new[vi] + S[vj, vi]
     for i in range(c.Wq):
         with T.sblock("l"):
             vi = T.axis.remap("S", [i])
-            l[p, vi] = l_new[vi]
+            T.reads(alpha[vi], l_new[vi])
+            T.writes(l[p, vi])
+            l[p, vi] = l[p, vi] * alpha[vi] + l_new[vi]
 
 
 @T.inline
@@ -236,7 +239,7 @@ def accumulate(c, V_j, P, alpha, OT, p, dt, n_all, n_any, diagonal):
         with T.sblock("O_update"):
             vj, vr, vi = T.axis.remap("RSS", [jj, r, i])
             with T.init():
-                O_frag[vr, vi] = OT[p, dt * c.Ro + vr, vi] * alpha[vi]
+                O_frag[vr, vi] = ZERO
             O_frag[vr, vi] += V_j[dt, vj, vr] * P[vj, vi]
     if c.causal:
         for jj in range(n_any - n_all):
@@ -257,7 +260,9 @@ def accumulate(c, V_j, P, alpha, OT, p, dt, n_all, n_any, diagonal):
     for r, i in T.grid(c.Ro, c.Wq):
         with T.sblock("O_store"):
             vr, vi = T.axis.remap("SS", [r, i])
-            OT[p, dt * c.Ro + vr, vi] = O_frag[vr, vi]
+            T.reads(alpha[vi], O_frag[vr, vi])
+            T.writes(OT[p, dt * c.Ro + vr, vi])
+            OT[p, dt * c.Ro + vr, vi] = OT[p, dt * c.Ro + vr, vi] * alpha[vi] + O_frag[vr, vi]
 
 
 def output_tile(c, OT, inverse_l, O, b, h, row, p, i, d):
