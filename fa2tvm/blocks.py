@@ -96,7 +96,7 @@ def query_blocks(
     causal: bool,
     causal_offset: int = 0,
 ) -> BlockRange:
-    """Query blocks that key block j visits in Algorithm 2; those before `start` see none of its keys."""
+    """Query blocks that key block j visits in Algorithm 2; those before `start` see none of it."""
     n_blocks = ceil_div(seq_q, block_q)
     if not causal:
         return BlockRange(0, 0, n_blocks, n_blocks)

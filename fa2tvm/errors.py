@@ -1,4 +1,7 @@
-"""The vocabulary of errors: each message is one sentence with the argument, its value, the limit and the remedy."""
+"""The vocabulary of errors.
+
+Each message is one sentence with the argument, its value, the limit and the remedy.
+"""
 
 
 class Fa2tvmError(Exception):

@@ -1,4 +1,4 @@
-"""What is asked for: `Variant` (compiled in), `Shape` (run time) and `Problem`, the two together."""
+"""What is asked for: `Variant` (compiled in), `Shape` (run time) and `Problem`, the two."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """A short identifier, e.g. `forward_float32_d64_causal` or `backward_float16_d192_dv128`."""
+        """A short identifier: `forward_float32_d64_causal`, `backward_float16_d192_dv128`."""
         parts = [self.pass_, self.dtype, f"d{self.head_dim_qk}"]
         if self.head_dim_v != self.head_dim_qk:
             parts.append(f"dv{self.head_dim_v}")
@@ -97,7 +97,9 @@ class Shape:
         for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv"):
             value = getattr(self, name)
             if value < 0:
-                raise UnsupportedProblem(f"{name} is {value}, but a size is at least 0; check the shapes.")
+                raise UnsupportedProblem(
+                    f"{name} is {value}, but a size is at least 0; check the shapes."
+                )
         if self.heads_kv == 0 and self.heads_q == 0:
             return
         if self.heads_kv == 0 or self.heads_q % self.heads_kv:
@@ -138,7 +140,7 @@ class Problem:
 
     @property
     def length_class(self) -> str:
-        """The bucket that tuning and lookup use: the longer sequence, rounded up to 512, 2048 or more."""
+        """The bucket that tuning and lookup use: the longer sequence is up to 512, 2048 or more."""
         longest = max(self.shape.seq_q, self.shape.seq_kv)
         if longest <= 512:
             return "short"
@@ -161,11 +163,13 @@ class Problem:
         first = max(0, -self.causal_offset)
         full_from = min(s.seq_q, max(first, s.seq_kv - 1 - self.causal_offset))
         ramp = full_from - first
-        ramp_sum = ramp * (first + self.causal_offset + 1) + ramp * (ramp - 1) // 2 if ramp > 0 else 0
+        ramp_sum = (
+            ramp * (first + self.causal_offset + 1) + ramp * (ramp - 1) // 2 if ramp > 0 else 0
+        )
         return ramp_sum + max(0, s.seq_q - max(first, full_from)) * s.seq_kv
 
     def flops(self) -> int:
-        """Useful floating-point operations: 2 GEMMs forward, 5 backward, only over what the mask leaves."""
+        """Useful floating-point operations: 2 or 5 GEMMs over what the mask leaves."""
         s, v = self.shape, self.variant
         per_pair = (
             2 * (v.head_dim_qk + v.head_dim_v)
@@ -175,7 +179,7 @@ class Problem:
         return s.batch * s.heads_q * self.visible_pairs() * per_pair
 
     def bytes(self) -> int:
-        """The fewest bytes that must cross main memory: each input read once, each output written once."""
+        """The fewest bytes that cross main memory: inputs are read once, outputs written once."""
         s, v = self.shape, self.variant
         q_like = s.batch * s.heads_q * s.seq_q
         k_like = s.batch * s.heads_kv * s.seq_kv

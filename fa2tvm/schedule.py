@@ -57,7 +57,9 @@ class Schedule:
         """Raise InfeasibleSchedule, naming the first limit that is broken."""
         reasons = self.reasons(variant, device)
         if reasons:
-            raise InfeasibleSchedule(f"schedule {self.to_dict()} does not fit {variant.name}: {reasons[0]}")
+            raise InfeasibleSchedule(
+                f"schedule {self.to_dict()} does not fit {variant.name}: {reasons[0]}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The decisions as plain values; `schedule_from_dict` is the inverse."""
@@ -107,14 +109,15 @@ def schedule_from_dict(family: str, pass_: PassName, decisions: dict[str, Any]) 
     wrong = sorted(set(decisions) ^ set(known))
     if wrong:
         raise InfeasibleSchedule(
-            f"decision {wrong[0]!r} is unknown or missing for {family} {pass_}, whose decisions are "
-            f"{', '.join(known)}; tune again with this version."
+            f"decision {wrong[0]!r} is unknown or missing for {family} {pass_}, whose decisions "
+            f"are {', '.join(known)}; tune again with this version."
         )
     for name, value in decisions.items():
         want = type(getattr(cls, name))
         if type(value) is not want:
             raise InfeasibleSchedule(
-                f"decision {name} is {value!r}, but it must be of type {want.__name__}; correct the record."
+                f"decision {name} is {value!r}, but it must be of type {want.__name__}; "
+                "correct the record."
             )
     return cls(**decisions)
 
@@ -158,7 +161,7 @@ class CpuForward(Schedule):
 
     @classmethod
     def choices(cls, problem: Problem, device: Device) -> dict[str, tuple[Any, ...]]:
-        """Blocks that a second-level cache holds, and register tiles that hide the latency of FMA."""
+        """Blocks that a second-level cache holds, register tiles that hide the latency of FMA."""
         shortest = min(problem.shape.seq_q, problem.shape.seq_kv)
         rows = (4, 6, 8, 12) if _vector_registers(device) >= 32 else (2, 3, 4, 6)
         return {
@@ -242,14 +245,14 @@ class CpuBackward(Schedule):
 
     @classmethod
     def default(cls, variant: Variant, device: Device) -> CpuBackward:
-        """Square blocks; register tiles of 4 x 4 vectors where there are 32 registers, else 4 x 2."""
+        """Square blocks; register tiles of 4 x 4 vectors with 32 registers, else of 4 x 2."""
         if _vector_registers(device) < 32:
             return cls(lanes=device.lanes)
         return cls(lanes=device.lanes, vectors=4)
 
     @classmethod
     def choices(cls, problem: Problem, device: Device) -> dict[str, tuple[Any, ...]]:
-        """Blocks that a first- and second-level cache hold, and register tiles around the optimum."""
+        """Blocks that the first two caches hold, and register tiles around the optimum."""
         rows = (4, 8) if _vector_registers(device) < 32 else (4, 8, 16)
         return {
             "block_q": (32, 64, 128),
@@ -290,7 +293,7 @@ class CpuBackward(Schedule):
         return s.batch * s.heads_q * rows * (3 + splits * self.padded(problem.variant.head_dim_qk))
 
     def splits(self, problem: Problem, threads: int) -> int:
-        """Pieces of a head's key range so that equal contiguous chunks of the tasks feed all threads."""
+        """Pieces of a head's keys so that equal contiguous chunks of tasks feed all threads."""
         s = problem.shape
         heads = s.batch * s.heads_kv
         n_blocks = -(-s.seq_kv // self.block_kv)
@@ -306,7 +309,11 @@ class CpuBackward(Schedule):
     def footprint(self, variant: Variant, device: Device) -> Footprint:
         """The packed blocks of both sides, their gradients, and S, P, dP, dS."""
         d, dv = self.padded(variant.head_dim_qk), self.padded(variant.head_dim_v)
-        floats = self.block_q * (d + dv) + self.block_kv * (3 * d + 2 * dv) + 4 * self.block_q * self.block_kv
+        floats = (
+            self.block_q * (d + dv)
+            + self.block_kv * (3 * d + 2 * dv)
+            + 4 * self.block_q * self.block_kv
+        )
         registers = max(rows * vectors for rows, vectors in self.tiles(variant).values())
         return Footprint(4 * floats, registers)
 
@@ -320,7 +327,11 @@ class CpuBackward(Schedule):
                 f"block_kv is {self.block_kv}, but it must be a multiple of "
                 f"{self.tile_vectors(self.block_kv)} vectors of {self.lanes} lanes."
             )
-        for block, rows in (("block_q", "score_rows"), ("block_q", "q_rows"), ("block_kv", "kv_rows")):
+        for block, rows in (
+            ("block_q", "score_rows"),
+            ("block_q", "q_rows"),
+            ("block_kv", "kv_rows"),
+        ):
             if getattr(self, block) % getattr(self, rows):
                 reasons.append(
                     f"{block} is {getattr(self, block)}, but it must be a multiple of "

@@ -4,7 +4,7 @@ It is what a GPU family is to the tuner: a Schedule class and a builder, found t
 The program is a plain online-softmax attention on llvm; `fault` picks what is wrong with it.
 """
 
-# ruff: noqa: ARG001, ARG002, ARG003 - the signatures are those of a family
+# ruff: noqa: ARG001 - the signatures are those of a family
 from __future__ import annotations
 
 import time
