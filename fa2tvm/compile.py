@@ -97,8 +97,7 @@ def build(variant: Variant, schedule: Schedule, device: Device) -> Path:
         Where the TVM compiler or a linker is absent, or the compiler refuses the program.
     """
     schedule.require_feasible(variant, device)
-    description = _describe(variant, schedule, device)
-    folder = _cache_root() / _digest(description)
+    folder = _cache_root() / module_name(variant, schedule, device)
     if folder.exists():
         try:
             _verified_manifest(folder)
@@ -109,7 +108,7 @@ def build(variant: Variant, schedule: Schedule, device: Device) -> Path:
             return folder
     with _staging(folder.parent) as staged:
         _compile(variant, schedule, device, staged / _LIBRARY)
-        manifest = description | {"sha256": _sha256(staged / _LIBRARY)}
+        manifest = describe(variant, schedule, device) | {"sha256": _sha256(staged / _LIBRARY)}
         (staged / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _put(staged, folder)
     return folder
@@ -224,7 +223,7 @@ def load_pack(path: str | os.PathLike[str], *, trust: bool = False) -> list[Modu
     return sorted(modules, key=lambda module: -len(module.manifest["features"]))
 
 
-def _describe(variant: Variant, schedule: Schedule, device: Device) -> dict[str, Any]:
+def describe(variant: Variant, schedule: Schedule, device: Device) -> dict[str, Any]:
     """The manifest without the checksum; its digest is the module's name in the cache."""
     support = hashlib.sha256(SUPPORT_IR.read_bytes()).hexdigest()[:12]
     return {
@@ -240,14 +239,27 @@ def _describe(variant: Variant, schedule: Schedule, device: Device) -> dict[str,
     }
 
 
-def _digest(description: dict[str, Any]) -> str:
-    variant = Variant(**description["variant"])
-    text = json.dumps(description, sort_keys=True)
+def module_name(variant: Variant, schedule: Schedule, device: Device) -> str:
+    """What a compiled program is called in the cache: all that shapes its code decides."""
+    text = json.dumps(describe(variant, schedule, device), sort_keys=True)
     return f"{variant.name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
-def _compile(variant: Variant, schedule: Schedule, device: Device, library: Path) -> None:
-    """Compile the program and our support code and link them into one shared library."""
+def is_built(name: str) -> bool:
+    """Whether the cache has the module."""
+    return (_cache_root() / name).exists()
+
+
+def lower(variant: Variant, schedule: Schedule, device: Device) -> Any:
+    """The program as machine code: TVM's executable, not linked yet.
+
+    Raises
+    ------
+    InfeasibleSchedule
+        Where the schedule does not fit the variant or the device.
+    CompileFailed
+        Where the TVM compiler is absent or refuses the program.
+    """
     try:
         import tvm
 
@@ -257,16 +269,10 @@ def _compile(variant: Variant, schedule: Schedule, device: Device, library: Path
             f"the TVM compiler cannot be imported ({error}), but {variant.name} is not compiled "
             "yet; install apache-tvm or load a pack that holds it."
         ) from error
-    linker = _linker()
     target = tvm.target.Target(device.target())
     try:
         with target:
-            program = tvm.compile(kernels.build(variant, schedule, device), target=target)
-        objects = [library.with_name("program.o"), library.with_name("support.o")]
-        source = library.with_name("support.ll")
-        source.write_text(SUPPORT_IR.read_text(encoding="utf-8").replace("@PASS@", variant.pass_))
-        program.mod.write_to_file(os.fspath(objects[0]), "o")
-        tvm.runtime.load_module(os.fspath(source)).write_to_file(os.fspath(objects[1]), "o")
+            return tvm.compile(kernels.build(variant, schedule, device), target=target)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         if isinstance(error, Fa2tvmError):
             raise
@@ -274,21 +280,37 @@ def _compile(variant: Variant, schedule: Schedule, device: Device, library: Path
         raise CompileFailed(
             f"TVM refused {variant.name} with schedule {schedule.to_dict()} ({''.join(first)})."
         ) from error
-    _link(linker, objects, library)
-    for made in (*objects, source):
-        made.unlink()
 
 
-@functools.cache
-def _linker() -> tuple[str, tuple[str, ...]]:
+def find_linker() -> tuple[str, tuple[str, ...]] | None:
+    """A program that links, with the options that it needs; None where PATH has none."""
     for name, extra in _LINKERS:
         found = shutil.which(name)
         if found:
             return found, extra
-    raise CompileFailed(
-        f"no linker is on PATH (looked for {', '.join(name for name, _ in _LINKERS)}), but a "
-        "compiled program must be linked; install binutils or load a pack."
-    )
+    return None
+
+
+def _compile(variant: Variant, schedule: Schedule, device: Device, library: Path) -> None:
+    """Compile the program and our support code and link them into one shared library."""
+    program = lower(variant, schedule, device)
+    linker = find_linker()
+    if linker is None:
+        raise CompileFailed(
+            f"no linker is on PATH (looked for {', '.join(name for name, _ in _LINKERS)}), but a "
+            "module must be linked; install binutils or load a pack."
+        )
+    import tvm
+
+    objects = [library.with_name("program.o"), library.with_name("support.o")]
+    source = library.with_name("support.ll")
+    text = SUPPORT_IR.read_text(encoding="utf-8").replace("@PASS@", variant.pass_)
+    source.write_text(text, encoding="utf-8")
+    program.mod.write_to_file(os.fspath(objects[0]), "o")
+    tvm.runtime.load_module(os.fspath(source)).write_to_file(os.fspath(objects[1]), "o")
+    _link(linker, objects, library)
+    for made in (*objects, source):
+        made.unlink()
 
 
 def _link(linker: tuple[str, tuple[str, ...]], objects: list[Path], library: Path) -> None:

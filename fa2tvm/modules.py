@@ -6,14 +6,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from fa2tvm import compile as compiler
+from fa2tvm import jit
 from fa2tvm.compile import Module
 from fa2tvm.device import Device, detect
 from fa2tvm.lookup import lookup
-from fa2tvm.problem import Problem
+from fa2tvm.problem import Problem, Variant
 from fa2tvm.schedule import Schedule
 
 # Answers are kept per problem; a program that meets more problems than this starts anew.
@@ -23,7 +23,7 @@ prepared: dict[Any, Any] = {}
 
 _lock = threading.RLock()
 _answers: dict[tuple[Problem, Device | None], Module] = {}
-_loaded: dict[Path, Module] = {}
+_loaded: dict[str, Module] = {}
 _packs: list[Module] = []
 _explicit: dict[str, Schedule] = {}
 
@@ -116,10 +116,18 @@ def _find(problem: Problem, device: Device | None) -> Module:
                     return module
     device = device or detect()
     schedule = lookup(problem, device, explicit=explicit).schedule
-    folder = compiler.build(problem.variant, schedule, device)
-    if folder not in _loaded:
-        _loaded[folder] = compiler.load(folder)
-    return _loaded[folder]
+    return _load(problem.variant, schedule, device)
+
+
+def _load(variant: Variant, schedule: Schedule, device: Device) -> Module:
+    """The compiled program, from a module folder or, without a linker, from this process."""
+    name = compiler.module_name(variant, schedule, device)
+    if name not in _loaded:
+        if compiler.find_linker() or compiler.is_built(name):
+            _loaded[name] = compiler.load(compiler.build(variant, schedule, device))
+        else:
+            _loaded[name] = jit.load(variant, schedule, device)
+    return _loaded[name]
 
 
 def _after_fork() -> None:

@@ -190,6 +190,29 @@ define i32 @__tvm_ffi_fa2tvm_setup(ptr %self, ptr %args, i32 %num_args, ptr %res
   ret i32 0
 }
 
+; fa2tvm_limit(threads): for code that cannot be linked with this file (jit.py), whose pass has no
+; such argument; fa2tvm_address(which) gives it the functions above.
+define i32 @__tvm_ffi_fa2tvm_limit(ptr %self, ptr %args, i32 %num_args, ptr %result) {
+  %value.at = getelementptr i8, ptr %args, i64 8
+  %limit = load i32, ptr %value.at
+  store i32 %limit, ptr @thread_limit
+  ret i32 0
+}
+
+define i32 @__tvm_ffi_fa2tvm_address(ptr %self, ptr %args, i32 %num_args, ptr %result) {
+  %which.at = getelementptr i8, ptr %args, i64 8
+  %which = load i32, ptr %which.at
+  %is_launch = icmp eq i32 %which, 0
+  %is_alloc = icmp eq i32 %which, 1
+  %memory = select i1 %is_alloc, ptr @alloc_workspace, ptr @free_workspace
+  %function = select i1 %is_launch, ptr @parallel_launch, ptr %memory
+  ; 1 is the type index of an integer.
+  store i64 1, ptr %result
+  %result.value = getelementptr i8, ptr %result, i64 8
+  store ptr %function, ptr %result.value
+  ret i32 0
+}
+
 ; The pass with one more argument, the number of threads that it may use.
 define i32 @__tvm_ffi_@PASS@_threads(ptr %self, ptr %args, i32 %num_args, ptr %result) {
   %last = sub nsw i32 %num_args, 1

@@ -92,13 +92,19 @@ def _openmp() -> tuple[int, int, int] | None:
     return None
 
 
-def _start_tvm_pool() -> bool:
-    """Load TVM's small runtime library, which offers its pool to modules loaded later."""
+def tvm_runtime() -> Path | None:
+    """TVM's small runtime library, where it is installed."""
     spec = importlib.util.find_spec("tvm")
     if spec is None or not spec.submodule_search_locations:
-        return False
+        return None
     library = Path(spec.submodule_search_locations[0]) / "lib" / "libtvm_runtime.so"
-    if not library.exists():
+    return library if library.exists() else None
+
+
+def _start_tvm_pool() -> bool:
+    """Load TVM's runtime library, which offers its pool to modules loaded later."""
+    library = tvm_runtime()
+    if library is None:
         return False
     # TVM pins its workers to cores by default, and several processes then share one core.
     os.environ.setdefault("TVM_BIND_THREADS", "0")
