@@ -245,10 +245,21 @@ class CpuBackward(Schedule):
 
     @classmethod
     def default(cls, variant: Variant, device: Device) -> CpuBackward:
-        """Square blocks; register tiles of 4 x 4 vectors with 32 registers, else of 4 x 2."""
-        if _vector_registers(device) < 32:
-            return cls(lanes=device.lanes)
-        return cls(lanes=device.lanes, vectors=4)
+        """Long key blocks while the second-level cache holds them; tiles of 4 x 4 or 4 x 2 vectors.
+
+        A long key block halves how often Q, dO and dQ stream through the caches.
+        """
+        fits = (4, 5, 6) if _vector_registers(device) >= 32 else (2,)
+        widths = variant.head_dim_qk, variant.head_dim_v
+
+        def columns(vectors: int) -> int:
+            return sum(cls(lanes=device.lanes, vectors=vectors).padded(w) for w in widths)
+
+        vectors = min(fits, key=columns)
+        long = cls(block_kv=128, lanes=device.lanes, vectors=vectors)
+        if long.footprint(variant, device).scratch_bytes <= device.l2_bytes:
+            return long
+        return cls(block_kv=64, lanes=device.lanes, vectors=vectors)
 
     @classmethod
     def choices(cls, problem: Problem, device: Device) -> dict[str, tuple[Any, ...]]:
@@ -256,7 +267,7 @@ class CpuBackward(Schedule):
         rows = (4, 8) if _vector_registers(device) < 32 else (4, 8, 16)
         return {
             "block_q": (32, 64, 128),
-            "block_kv": (32, 64, 128),
+            "block_kv": (32, 64, 128, 256),
             "lanes": (device.lanes,),
             "vectors": (1, 2, 3) if _vector_registers(device) < 32 else (1, 2, 3, 4, 5, 6),
             "score_rows": rows,
