@@ -5,6 +5,7 @@ They make attention a citizen of PyTorch: autograd, autocast, torch.compile, fak
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,31 @@ def _forward_autocast(
         return attention(cast[0], cast[1], cast[2], softmax_scale, causal, alignment)
 
 
+def _folded(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """The dimension of vmap made part of the batch; a tensor without one is repeated."""
+    if tensor is None:
+        return None
+    whole = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return whole.flatten(0, 1)
+
+
+def _mapped(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    """The rule of vmap for both operators: more batches."""
+    size = info.batch_size
+    folded = [
+        _folded(x, dim, size) if x is None or isinstance(x, Tensor) else x
+        for x, dim in zip(arguments, in_dims, strict=True)
+    ]
+    results = operator(*folded)
+    # A gradient that is not needed is empty and has no batch.
+    dims = tuple(None if x.dim() == 1 else 0 for x in results)
+    unfolded = tuple(
+        x if dim is None else x.unflatten(0, (size, x.shape[0] // size))
+        for x, dim in zip(results, dims, strict=True)
+    )
+    return unfolded, dims
+
+
 # Any device, so that `check` says which ones there are.
 _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
@@ -214,3 +240,6 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "fa2tvm::attention_backward", _refuse_second_derivative, lib=_library
 )
+for _name in ("attention_forward", "attention_backward"):
+    _rule = functools.partial(_mapped, getattr(torch.ops.fa2tvm, _name))
+    torch.library.register_vmap(f"fa2tvm::{_name}", _rule, lib=_library)

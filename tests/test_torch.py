@@ -19,6 +19,7 @@ from fa2tvm import launch
 from fa2tvm.errors import UnsupportedProblem
 
 D = 64
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 def inputs(
@@ -451,13 +452,21 @@ def test_functional_transforms(generator: torch.Generator) -> None:
         torch.func.jvp(lambda x: fa2tvm.attention(x, k, v), (q,), (q,))
 
 
+@pytest.mark.filterwarnings("error")
 def test_vmap_is_more_batches(generator: torch.Generator) -> None:
-    """BUGS H05: vmap gives what a loop gives, also over some inputs only."""
+    """BUGS H05: vmap gives what a loop gives: over some inputs, any dim, and with gradients."""
     q, k, v = (x.detach() for x in inputs(generator))
-    many = torch.stack([q, q + 1, q - 1])
-    mapped = torch.vmap(lambda x: fa2tvm.attention(x, k, v))(many)
-    looped = torch.stack([fa2tvm.attention(x, k, v) for x in many])
-    torch.testing.assert_close(mapped, looped)
+    many = torch.stack([q, q + 1, q - 1], dim=2)
+    mapped = torch.vmap(lambda x: fa2tvm.attention(x, k, v, return_lse=True), in_dims=2)(many)
+    looped = [fa2tvm.attention(x, k, v, return_lse=True) for x in many.unbind(2)]
+    for ours, loop in zip(mapped, zip(*looped, strict=True), strict=True):
+        assert ours.equal(torch.stack(loop))
+    keys = torch.stack([k, k * 2, -k])
+    grad = torch.func.grad(lambda x, y: fa2tvm.attention(x, y, v).sum(), argnums=(0, 1))
+    dq, dk = torch.vmap(grad, in_dims=(2, 0))(many, keys)
+    for i in range(3):
+        expected = grad(many[:, :, i], keys[i])
+        torch.testing.assert_close((dq[i], dk[i]), expected, atol=1e-6, rtol=1e-6)
 
 
 class Logged(torch.Tensor):
