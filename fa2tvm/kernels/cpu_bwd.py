@@ -410,6 +410,13 @@ def apply_tiles(sch: Any, variant: Variant, schedule: CpuBackward) -> None:
         row_tile, row = sch.split(row, [None, n_rows])
         column_tile, vector, lane = sch.split(column, [None, n_vectors, schedule.lanes])
         sch.reorder(column_tile, row_tile, inner, row, vector, lane)
+        if name + "_add" in found:
+            sch.reverse_compute_at(found[name + "_add"], row_tile)
+            add_row, add_column = sch.get_loops(found[name + "_add"])[-2:]
+            add_vector, add_lane = sch.split(add_column, [None, schedule.lanes])
+            sch.vectorize(add_lane)
+            sch.unroll(add_vector)
+            sch.unroll(add_row)
         sch.vectorize(lane)
         sch.unroll(vector)
         sch.unroll(row)

@@ -140,20 +140,44 @@ def product(name, C, A, B, n, columns):
 @T.inline
 def add_transposed_product(name, C, A, B, columns):
     """C = C + A^T B for the first `columns` of A."""
-    for i, j, k in T.grid(columns, C.shape[1], A.shape[0]):
-        with T.sblock(name):
-            vi, vj, vk = T.axis.remap("SSR", [i, j, k])
-            with T.init():
-                C[vi, vj] = C[vi, vj]
-            C[vi, vj] = C[vi, vj] + A[vk, vi] * B[vk, vj]
+    for _ in range(T.int64(1)):
+        with T.sblock(name + "_scope"):
+            T.reads()
+            T.writes()
+            frag = T.sblock_alloc_buffer(C.shape, scope="local")
+            for i, j, k in T.grid(columns, C.shape[1], A.shape[0]):
+                with T.sblock(name):
+                    vi, vj, vk = T.axis.remap("SSR", [i, j, k])
+                    # From 0 in each block: rounding errors then grow with its length, not with N.
+                    with T.init():
+                        frag[vi, vj] = ZERO
+                    frag[vi, vj] = frag[vi, vj] + A[vk, vi] * B[vk, vj]
+            for i, j in T.grid(columns, C.shape[1]):
+                with T.sblock(name + "_add"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    # In place, which `vectorize` accepts only if C is not declared as read.
+                    T.reads(frag[vi, vj])
+                    T.writes(C[vi, vj])
+                    C[vi, vj] = C[vi, vj] + frag[vi, vj]
 
 
 @T.inline
 def add_dq(c, W, dq0, dS, K_j, columns):
     """Line 15: dQ_i = dQ_i + dS_ij K_j for the first `columns` of dS_ij; dQ_i is at dq0 of W."""
-    for i, d, j in T.grid(c.Br, c.Dp, columns):
-        with T.sblock("dQ"):
-            vi, vd, vj = T.axis.remap("SSR", [i, d, j])
-            with T.init():
-                W[dq0 + vi * c.Dp + vd] = W[dq0 + vi * c.Dp + vd]
-            W[dq0 + vi * c.Dp + vd] = W[dq0 + vi * c.Dp + vd] + dS[vi, vj] * K_j[vj, vd]
+    for _ in range(T.int64(1)):
+        with T.sblock("dQ_scope"):
+            T.reads()
+            T.writes()
+            frag = T.sblock_alloc_buffer((c.Br, c.Dp), scope="local")
+            for i, d, j in T.grid(c.Br, c.Dp, columns):
+                with T.sblock("dQ"):
+                    vi, vd, vj = T.axis.remap("SSR", [i, d, j])
+                    with T.init():
+                        frag[vi, vd] = ZERO
+                    frag[vi, vd] = frag[vi, vd] + dS[vi, vj] * K_j[vj, vd]
+            for i, d in T.grid(c.Br, c.Dp):
+                with T.sblock("dQ_add"):
+                    vi, vd = T.axis.remap("SS", [i, d])
+                    T.reads(frag[vi, vd])
+                    T.writes(W[dq0 + vi * c.Dp + vd])
+                    W[dq0 + vi * c.Dp + vd] = W[dq0 + vi * c.Dp + vd] + frag[vi, vd]
