@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import re
 import tempfile
 import tokenize
 from collections.abc import Iterable
@@ -252,7 +253,7 @@ def _source_closure(first: Path) -> set[Path]:
 
 
 def _code_only(source: str) -> str:
-    """Source without comments, docstrings and white space."""
+    """Source without comments, docstrings, white space and trailing commas."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -266,7 +267,7 @@ def _code_only(source: str) -> str:
         if isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant):
             for row in range(head.lineno - 1, head.end_lineno or head.lineno):
                 lines[row] = ""
-    return "".join("".join(lines).split())
+    return re.sub(r",(?=[)\]}])", "", "".join("".join(lines).split()))
 
 
 def read_records(path: Path) -> tuple[list[Record], list[str]]:

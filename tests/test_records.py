@@ -144,6 +144,7 @@ def test_program_version_follows_the_code_only(
     assert first == version(
         '"""Doc."""\n\n# why\ndef f(x):\n    """Doc."""\n    return x+1  # so\n'
     )
+    assert first == version("def f(\n    x,\n):\n    return x + 1\n")
     assert first != version("def f(x):\n    return x + 2\n")
     assert version("import fa2tvm.kernels.softmax\n") != version("import os.path\n")
     program_version.cache_clear()
