@@ -13,7 +13,9 @@ import fa2tvm
 ROOT = Path(fa2tvm.__file__).parent.parent
 
 
-def run_python(code: str, timeout_s: float = 120, env: Mapping[str, str | None] | None = None) -> str:
+def run_python(
+    code: str, timeout_s: float = 120, env: Mapping[str, str | None] | None = None
+) -> str:
     """The standard output of a program that must end well; a None in `env` unsets a variable."""
     variables = dict(os.environ)
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables.get("PYTHONPATH", "")])
