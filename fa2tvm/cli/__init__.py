@@ -9,7 +9,7 @@ import typer
 import typer.core
 
 import fa2tvm
-from fa2tvm.cli import measuring, showing, tuning
+from fa2tvm.cli import measuring, picturing, showing, tuning
 from fa2tvm.errors import Fa2tvmError
 
 
@@ -71,3 +71,4 @@ def demo(
 showing.register(app)
 tuning.register(app)
 measuring.register(app)
+picturing.register(app)
