@@ -245,9 +245,9 @@ def module_name(variant: Variant, schedule: Schedule, device: Device) -> str:
     return f"{variant.name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
-def is_built(name: str) -> bool:
-    """Whether the cache has the module."""
-    return (_cache_root() / name).exists()
+def is_built(variant: Variant, schedule: Schedule, device: Device) -> bool:
+    """Whether the cache has the program."""
+    return (_cache_root() / module_name(variant, schedule, device)).exists()
 
 
 def lower(variant: Variant, schedule: Schedule, device: Device) -> Any:

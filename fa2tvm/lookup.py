@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from fa2tvm.device import Device
 from fa2tvm.errors import InfeasibleSchedule, UnsupportedProblem
@@ -24,6 +24,8 @@ Origin = Literal[
 # A record speaks for sequences up to so many times shorter or longer than its own: one of a single
 # query (decode) says nothing about a prefill of the same variant and length class.
 SIMILAR_LENGTHS = 8
+# Where records lie, in the order of lookup, and which.
+Stored: TypeAlias = "tuple[tuple[Origin, Path, tuple[Record, ...]], ...]"
 # Families by kind of device, the fastest first.
 FAMILIES: dict[str, tuple[str, ...]] = {"llvm": ("cpu",)}
 
@@ -96,6 +98,7 @@ def lookup(
     device: Device,
     explicit: Schedule | dict[str, Any] | None = None,
     family: str | None = None,
+    stored: Stored | None = None,
 ) -> Found:
     """The schedule of a problem on a device, and the step that gave it. Never tunes.
 
@@ -105,6 +108,8 @@ def lookup(
         A schedule, or its decisions, that the caller insists on.
     family
         The kernel family; the device's fastest by default.
+    stored
+        The records to choose from; those that the files hold now by default.
 
     Raises
     ------
@@ -123,8 +128,8 @@ def lookup(
         return Found(schedule.family, schedule, "explicit")
     family = family or family_for(device)
     notes: list[str] = []
-    for origin, path in _steps(problem, device):
-        for record in _nearest(_load(path), problem, family):
+    for origin, path, records in stored or stored_now(variant.pass_, device):
+        for record in _nearest(records, problem, family):
             reason = _why_not(record, problem, device)
             if reason is None:
                 return Found(family, record.schedule(), origin, record, tuple(notes))
@@ -134,16 +139,17 @@ def lookup(
     return Found(family, default, "default", None, tuple(notes))
 
 
+def stored_now(pass_: str, device: Device) -> Stored:
+    """What the files hold for a pass, in the order of lookup."""
+    return tuple((origin, path, _load(path)) for origin, path in _paths(pass_, device))
+
+
 def stored_records(device: Device) -> Iterator[tuple[Origin, Record]]:
     """Every stored record that a lookup on the device may meet, in lookup order."""
     for pass_ in ("forward", "backward"):
-        for origin, path in _paths(pass_, device):
-            for record in _load(path):
+        for origin, _, records in stored_now(pass_, device):
+            for record in records:
                 yield origin, record
-
-
-def _steps(problem: Problem, device: Device) -> Iterator[tuple[Origin, Path]]:
-    return _paths(problem.variant.pass_, device)
 
 
 def _paths(pass_: str, device: Device) -> Iterator[tuple[Origin, Path]]:

@@ -12,7 +12,7 @@ from fa2tvm import compile as compiler
 from fa2tvm import jit
 from fa2tvm.compile import Module
 from fa2tvm.device import Device, detect
-from fa2tvm.lookup import lookup
+from fa2tvm.lookup import Stored, lookup, stored_now
 from fa2tvm.problem import Problem, Variant
 from fa2tvm.schedule import Schedule
 
@@ -23,7 +23,8 @@ prepared: dict[Any, Any] = {}
 
 _lock = threading.RLock()
 _answers: dict[tuple[Problem, Device | None], Module] = {}
-_loaded: dict[str, Module] = {}
+_loaded: dict[tuple[Variant, Schedule, Device], Module] = {}
+_stored: dict[tuple[str, Device], Stored] = {}
 _packs: list[Module] = []
 _explicit: dict[str, Schedule] = {}
 
@@ -52,7 +53,7 @@ def module_for(problem: Problem, device: Device | None = None) -> Module:
         found = _answers.get(key)
         if found is None:
             if len(_answers) >= MAX_ANSWERS:
-                forget()
+                _answers.clear()
             found = _answers[key] = _find(problem, device)
     return found
 
@@ -104,6 +105,7 @@ def forget() -> None:
     """Choose modules anew from the next call on, e.g. after tuning; loaded ones stay loaded."""
     with _lock:
         _answers.clear()
+        _stored.clear()
         prepared.clear()
 
 
@@ -115,19 +117,21 @@ def _find(problem: Problem, device: Device | None) -> Module:
                 if module.variant == problem.variant and module.length_class == wanted:
                     return module
     device = device or detect()
-    schedule = lookup(problem, device, explicit=explicit).schedule
-    return _load(problem.variant, schedule, device)
+    pass_ = problem.variant.pass_
+    if (pass_, device) not in _stored:
+        _stored[pass_, device] = stored_now(pass_, device)
+    found = lookup(problem, device, explicit=explicit, stored=_stored[pass_, device])
+    key = (problem.variant, found.schedule, device)
+    if key not in _loaded:
+        _loaded[key] = _load(*key)
+    return _loaded[key]
 
 
 def _load(variant: Variant, schedule: Schedule, device: Device) -> Module:
     """The compiled program, from a module folder or, without a linker, from this process."""
-    name = compiler.module_name(variant, schedule, device)
-    if name not in _loaded:
-        if compiler.find_linker() or compiler.is_built(name):
-            _loaded[name] = compiler.load(compiler.build(variant, schedule, device))
-        else:
-            _loaded[name] = jit.load(variant, schedule, device)
-    return _loaded[name]
+    if compiler.find_linker() or compiler.is_built(variant, schedule, device):
+        return compiler.load(compiler.build(variant, schedule, device))
+    return jit.load(variant, schedule, device)
 
 
 def _after_fork() -> None:
