@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,12 +90,15 @@ def _device_facts(device: Device) -> list[tuple[str, str]]:
 
 
 def _software_facts() -> list[tuple[str, str]]:
+    from fa2tvm.compile import find_linker
+
     facts = list(versions().items())
     has_compiler = versions()["apache-tvm"] != "none"
     compiler = "yes" if has_compiler else "no: only packs and cached modules run"
     facts.append(("compiler", compiler))
-    linkers = [name for name in ("ld", "ld.lld", "gcc", "cc", "clang") if shutil.which(name)]
-    facts.append(("linker", linkers[0] if linkers else "none: install binutils, or load a pack"))
+    linker = find_linker()
+    missing = "none: programs are compiled in memory, and packs need binutils to be exported"
+    facts.append(("linker", linker[0] if linker else missing))
     cache = home() / "cache"
     n_modules = sum(1 for _ in cache.glob("*/manifest.json")) if cache.is_dir() else 0
     facts.append(("home", f"{home()} (FA2TVM_HOME)"))
