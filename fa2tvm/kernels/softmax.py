@@ -23,12 +23,12 @@ _EXP2_COEFFICIENTS = (
     6.931469775987164e-1,
     1.0,
 )
-# 1.5 * 2**23: adding it to a small integer leaves the integer in the low mantissa bits.
-_INTEGER_BITS = 12582912.0
+# 1.5 * 2**23 + 127: adding it to a small integer n leaves n + 127 in the low mantissa bits.
+_BIASED_BITS = 12583039.0
 
 
 def exp2(x: Any) -> Any:
-    """2**x for x <= 0 and a little beyond (x < 128), NaN for NaN, exactly 0 below -126 and at -inf.
+    """2**x for x <= 0 and a little beyond (x < 127.5), NaN for NaN, exactly 0 below -126 and at -inf.
 
     The factor 2**n is built in the exponent bits and multiplied, so that a NaN survives whatever
     its payload is.
@@ -38,7 +38,7 @@ def exp2(x: Any) -> Any:
     y = T.float32(_EXP2_COEFFICIENTS[0])
     for c in _EXP2_COEFFICIENTS[1:]:
         y = y * r + T.float32(c)
-    exponent = T.reinterpret("int32", n + T.float32(_INTEGER_BITS)) + 127
+    exponent = T.reinterpret("int32", n + T.float32(_BIASED_BITS))
     y = y * T.reinterpret("float32", T.shift_left(exponent, 23))
     return T.Select(x < T.float32(EXP2_UNDERFLOW), T.float32(0), y)
 
