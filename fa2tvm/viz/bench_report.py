@@ -274,7 +274,7 @@ def _roofline(group: Group, prefix: str) -> list[str | Picture]:
         axis.set_xlabel("useful FLOP per byte that must cross main memory")
         axis.set_ylabel("GFLOP/s")
         axis.grid(which="major")
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
 
     alt = "Rate of every problem against its arithmetic intensity, under the measured ceilings."
     picture = draw(f"{prefix}roofline", alt, (8, 3.8), paint)
