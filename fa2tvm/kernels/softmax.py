@@ -28,7 +28,7 @@ _BIASED_BITS = 12583039.0
 
 
 def exp2(x: Any) -> Any:
-    """2**x for x <= 0 and a little beyond (x < 127.5), NaN for NaN, exactly 0 below -126 and at -inf.
+    """2**x for x <= 0 and somewhat more (x < 127.5), NaN for NaN, exactly 0 below -126 and at -inf.
 
     The factor 2**n is built in the exponent bits and multiplied, so that a NaN survives whatever
     its payload is.
