@@ -138,7 +138,7 @@ def _add_ci(add: Callable[[str, str], None]) -> None:
         "d64_causal_b2_h6k2_q1_k100",
         "d64_causal_b2_h2_q17_k0",
         "d128_causal_b1_h2k1_q255_k255",
-        "d128_b1_h2_q96_k33",
+        "d64_b1_h2_q96_k33",
         "d3_dv5_b2_h2_q33_k70",
         "d3_dv5_causal_b2_h2_q70_k33_topleft",
         "d56_dv24_causal_b1_h3_q90_k61",  # 29 rows see nothing

@@ -11,7 +11,7 @@ from fa2tvm.problem import Variant
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 # What the `ci` workloads have not: multiples of 8 that are none of 16, odd ones, large ones.
-SAME = (8, 24, 40, 59, 80, 160, 224, 256)
+SAME = (8, 40, 59, 80, 160, 224, 256)
 DIFFERENT = ((128, 96), (64, 32), (32, 64), (192, 128), (64, 128), (7, 512), (512, 7))
 
 

@@ -20,7 +20,7 @@ all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @all_dtypes
 @pytest.mark.parametrize("offset", [1, 3, 7])
 def test_odd_element_offsets(dtype: torch.dtype, offset: int, generator: torch.Generator) -> None:
-    """F02 (TVM #8540 !9731): a vector load must not assume more than the alignment of an element."""
+    """F02 (TVM #8540 !9731): a vector load assumes the alignment of an element only."""
     case = random_case(generator, dtype, batch=2, seq_q=37, heads=2, d=3, dv=5, causal=True)
 
     def shifted(x: torch.Tensor) -> torch.Tensor:
