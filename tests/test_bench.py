@@ -167,6 +167,7 @@ def test_speed_table_has_the_cells_of_the_claim() -> None:
 def test_provenance_and_peak() -> None:
     run = machine.provenance()
     assert run["peak_gflops"] > 1
+    assert run["memory_gbs"] > 0.1
     for key in ("device", "device_name", "threads", "torch", "tvm", "fa2tvm", "date", "python"):
         assert run[key], key
     assert {"commit", "dirty", "driver", "cuda"} <= set(run)

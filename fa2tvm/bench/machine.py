@@ -17,10 +17,11 @@ from fa2tvm.tune.provenance import git_commit, utc_now
 
 _ACCUMULATORS = 12  # FMA latency 4 x 2 units needs 8 chains; 12 still fit in 16 registers
 _SECONDS = 0.25
+_COPIED_BYTES = 256 << 20  # beyond any cache, also of a large server
 
 
 def provenance(peak: bool = True) -> dict[str, Any]:
-    """The `run` of every row: device, versions, commit, date, and the peak in GFLOP/s."""
+    """The `run` of every row: device, versions, commit, date, and the peaks in GFLOP/s and GB/s."""
     device = detect()
     commit, _, changed = (git_commit() or "").partition("+")
     return {
@@ -28,6 +29,7 @@ def provenance(peak: bool = True) -> dict[str, Any]:
         "device_name": cpu_model(),
         "threads": torch.get_num_threads(),
         "peak_gflops": fma_peak_gflops(device, torch.get_num_threads()) if peak else None,
+        "memory_gbs": copy_gbs() if peak else None,
         "driver": None,
         "cuda": None,
         "system": f"{platform.system()} {platform.machine()}",
@@ -60,6 +62,18 @@ def fma_peak_gflops(device: Device, threads: int) -> float | None:
     steps = max(steps, int(steps * _SECONDS / 5 / (time.perf_counter() - start)))
     best = max(_aggregate_rate(loop, outputs, steps) for _ in range(5))
     return round(best * flops_per_step / 1e9, 1)
+
+
+def copy_gbs() -> float:
+    """GB/s of main memory: bytes read plus bytes written by PyTorch's copy, the best of five."""
+    source = torch.zeros(_COPIED_BYTES // 4)
+    target = torch.ones_like(source)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return round(2 * _COPIED_BYTES / min(times) / 1e9, 1)
 
 
 def _aggregate_rate(

@@ -90,7 +90,9 @@ def bench(
         measured.append(row)
         typer.echo(_progress(row), err=True)
     # Whatever else ran at the start may be over: the better of two measurements is the peak.
-    run["peak_gflops"] = max(run["peak_gflops"] or 0, provenance()["peak_gflops"] or 0) or None
+    after = provenance()
+    for peak in ("peak_gflops", "memory_gbs"):
+        run[peak] = max(run[peak] or 0, after[peak] or 0) or None
     path = out or Path("benchmarks") / detect().slug / f"{what}.jsonl"
     for written in write_rows(measured, path):
         typer.echo(f"wrote {written}", err=True)
