@@ -152,35 +152,41 @@ def test_checksum_error_names_both_values(copy: Path) -> None:
 
 
 RACE = """
-import os, sys, time
+import os, shutil, sys, time
 from pathlib import Path
-import tvm
 sys.path.insert(0, {tests!r})
 import compiled
 from fa2tvm import compile as compiler
 from fa2tvm.problem import Variant
-variant = Variant("forward", "float32", 16, 16)
-start = time.time() + 1.0
+
+def compile_slowly(*arguments):
+    arguments[-1].write_bytes(b"half")
+    time.sleep(0.05)
+    shutil.copy({library!r}, arguments[-1])
+
+compiler._compile = compile_slowly
+variant = Variant("forward", "float32", 64, 64)
+start = time.time() + 0.5
 children = []
 for _ in range(8):
     pid = os.fork()
     if pid == 0:
         time.sleep(max(0.0, start - time.time()))
-        folder = compiled.build(variant)
-        compiler.load(folder)
+        compiler.load(compiled.build(variant))
         os._exit(0)
     children.append(pid)
-assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
+assert all([os.waitpid(pid, 0)[1] == 0 for pid in children])
 print(*(p.name for p in Path(os.environ["FA2TVM_HOME"], "cache").iterdir()))
 """
 
 
-def test_eight_processes_start_on_an_empty_cache(tmp_path: Path) -> None:
+def test_eight_processes_start_on_an_empty_cache(built: Path, tmp_path: Path) -> None:
     """BUGS J02: write to a temporary folder, publish one self-contained folder by rename."""
-    tests = os.fspath(Path(__file__).parent)
-    names = run_python(RACE.format(tests=tests), env={"FA2TVM_HOME": os.fspath(tmp_path)}).split()
-    assert len(names) == 1
-    assert names[0].startswith("forward_float32_d16")
+    code = RACE.format(
+        tests=os.fspath(Path(__file__).parent), library=os.fspath(built / "module.so")
+    )
+    names = run_python(code, env={"FA2TVM_HOME": os.fspath(tmp_path)}).split()
+    assert names == [built.name]
 
 
 def test_left_overs_of_a_killed_process_do_not_matter(home: Path) -> None:
