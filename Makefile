@@ -5,7 +5,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lint format bench wheel clean
+.PHONY: help demo test lint format bench docs wheel clean
 
 help:
 	@echo "make demo    tune one attention problem, export it, run it from PyTorch, compare"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    check style and types"
 	@echo "make format  apply the style"
 	@echo "make bench   measure the speed table of this machine"
+	@echo "make docs    make the pages of docs/ from the committed logs and rows"
 	@echo "make wheel   build wheel and sdist into dist/"
 	@echo "make clean   remove $(VENV) and everything built"
 
@@ -37,6 +38,11 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/fa2tvm bench $(ARGS)
+
+docs: $(INSTALLED)
+	@$(BIN)/fa2tvm viz -o docs/visualizer.html
+	@$(BIN)/fa2tvm report tune tuning_logs -o docs/tuning.html
+	@$(BIN)/fa2tvm report bench benchmarks -o docs/comparison.html
 
 wheel: $(INSTALLED)
 	@$(BIN)/python -m build --no-isolation --outdir dist .

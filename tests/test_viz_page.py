@@ -299,6 +299,16 @@ def test_one_file_and_no_network() -> None:
     assert "/*{" not in text
 
 
+def test_the_ready_page_is_up_to_date() -> None:
+    """`make docs` makes it again."""
+    ready = Path(__file__).parent.parent / "docs" / "visualizer.html"
+    theirs, ours = ready.read_text(encoding="utf-8"), page()
+    # The traces' last digits are the machine's.
+    cut = '"traces"'
+    assert theirs.partition(cut)[0] == ours.partition(cut)[0]
+    assert theirs.rpartition("</script>\n<script>")[2] == ours.rpartition("</script>\n<script>")[2]
+
+
 def test_a_large_setting_is_left_to_the_page() -> None:
     large = page(Setting(32, 32, 8, 2, 2))
     assert '"traces"' not in large
