@@ -1,9 +1,9 @@
 """Compile Hopper modules for hopper_forward.py, here, where no GPU and no driver need be.
 
-    python benchmarks/hopper_build.py DEST                       the default schedule of each head dim
+    python benchmarks/hopper_build.py DEST      the default schedule of each head dim
     python benchmarks/hopper_build.py DEST 'wide=d=128,causal=True,block_kv=192'
 
-A module is NAME=fields: d, dv, dtype, causal of the variant, anything else a decision of Sm90Forward.
+A module is NAME=fields: d, dv, dtype, causal of the variant, else a decision of Sm90Forward.
 Writes DEST/NAME.so, .json (variant, schedule, ptxas report), .cubin and .cu.
 """
 
@@ -40,7 +40,11 @@ def parse(spec: str) -> tuple[str, Variant, Sm90Forward]:
     fields = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
     d = fields.pop("d", 128)
     variant = Variant(
-        "forward", fields.pop("dtype", "bfloat16"), d, fields.pop("dv", d), fields.pop("causal", False)
+        "forward",
+        fields.pop("dtype", "bfloat16"),
+        d,
+        fields.pop("dv", d),
+        fields.pop("causal", False),
     )
     return name, variant, dataclasses.replace(Sm90Forward.default(variant, nvidia_h200()), **fields)
 
@@ -55,7 +59,11 @@ def compile_one(spec: str, dest: Path) -> bool:
         print(f"{name}: {error}", flush=True)
         return False
     report = module.report
-    meta = {"variant": variant.to_dict(), "schedule": schedule.to_dict(), "report": dataclasses.asdict(report)}
+    meta = {
+        "variant": variant.to_dict(),
+        "schedule": schedule.to_dict(),
+        "report": dataclasses.asdict(report),
+    }
     (dest / f"{name}.json").write_text(json.dumps(meta) + "\n")
     footprint = schedule.footprint(variant, device)
     print(
@@ -69,14 +77,17 @@ def compile_one(spec: str, dest: Path) -> bool:
 
 def main() -> int:
     """Compile every module named, with a stub of the driver on the path where there is none."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("dest", type=Path)
     parser.add_argument("specs", nargs="*", default=DEFAULTS)
     args = parser.parse_args()
     if compile_cuda.needs_driver_stub():
         environment = compile_cuda.stub_environment(args.dest / "stub")
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
-    return 0 if all([compile_one(spec, args.dest) for spec in args.specs]) else 1
+    refused = [spec for spec in args.specs if not compile_one(spec, args.dest)]
+    return 1 if refused else 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Hopper forward: every module of a folder checked against float64, then timed beside its peers.
 
-    python benchmarks/hopper_forward.py MODULES --lib LIB [--fa3 FA3_DIR] [--out ROWS.jsonl] [--check-only]
+    python benchmarks/hopper_forward.py MODULES --lib LIB [--fa3 FA3_DIR] [--out ROWS.jsonl]
 
-MODULES holds NAME.so and NAME.json (variant, schedule, ptxas report) as hopper_build.py writes them;
+MODULES holds NAME.so and NAME.json (variant, schedule, ptxas report) from hopper_build.py;
 LIB holds libtvm_runtime.so and libtvm_runtime_cuda.so. Needs torch and apache-tvm-ffi, no compiler.
-Method (PEERS): CUDA events, median of the repeats, before each the L2 is flushed by a 256 MB write and
-a spin kernel lets the CPU get ahead; sustained: back to back for two seconds.
+Burst: CUDA events, median of the repeats; before each the L2 is flushed by a 256 MB write and a
+spin kernel lets the CPU get ahead. Sustained: back to back for two seconds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fa2tvm.problem import Problem, Shape, Variant
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# What pack_fa3.py keeps of FlashAttention-3; calling another kernel of it ends the process.
+FA3_HEAD_DIMS = (64, 128, 256)
 # (batch, seq) at 16384 tokens; heads so that heads * head_dim = 2048.
 SWEEP = ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
-# (batch, heads_q, heads_kv, seq_q, seq_kv): tails, one row, one key, GQA, more keys than queries and
-# the reverse (rows that see nothing), several tiles a thread block.
+# (batch, heads_q, heads_kv, seq_q, seq_kv): tails, one row, one key, GQA, more keys than queries
+# and the reverse (rows that see nothing), several tiles a thread block.
 CHECKS = (
     (1, 1, 1, 1, 1),
     (2, 3, 3, 1, 77),
@@ -57,6 +59,7 @@ class Module:
     function: object
 
     def __call__(self, q, k, v, out, lse, workspace, scale, causal_offset):
+        """Launch the kernel on the current stream."""
         self.function(q, k, v, out, lse, workspace, scale, causal_offset)
 
 
@@ -75,8 +78,14 @@ def load_modules(folder: Path, lib: Path) -> list[Module]:
 def inputs(variant: Variant, batch, heads_q, heads_kv, seq_q, seq_kv, amplitude=1.0):
     """Fresh N(0, amplitude) tensors in (batch, seq, heads, dim)."""
     dtype = DTYPES[variant.dtype]
-    q = torch.randn(batch, seq_q, heads_q, variant.head_dim_qk, device="cuda", dtype=dtype) * amplitude
-    k = torch.randn(batch, seq_kv, heads_kv, variant.head_dim_qk, device="cuda", dtype=dtype) * amplitude
+    q = (
+        torch.randn(batch, seq_q, heads_q, variant.head_dim_qk, device="cuda", dtype=dtype)
+        * amplitude
+    )
+    k = (
+        torch.randn(batch, seq_kv, heads_kv, variant.head_dim_qk, device="cuda", dtype=dtype)
+        * amplitude
+    )
     v = torch.randn(batch, seq_kv, heads_kv, variant.head_dim_v, device="cuda", dtype=dtype)
     return q, k, v
 
@@ -84,7 +93,9 @@ def inputs(variant: Variant, batch, heads_q, heads_kv, seq_q, seq_kv, amplitude=
 def outputs(variant: Variant, q):
     """Poisoned O and LSE, and a zero tile counter."""
     batch, seq_q, heads_q, _ = q.shape
-    out = torch.full((batch, seq_q, heads_q, variant.head_dim_v), float("nan"), device="cuda", dtype=q.dtype)
+    out = torch.full(
+        (batch, seq_q, heads_q, variant.head_dim_v), float("nan"), device="cuda", dtype=q.dtype
+    )
     lse = torch.full((batch, heads_q, seq_q), float("nan"), device="cuda", dtype=torch.float32)
     return out, lse, torch.zeros(1, dtype=torch.int32, device="cuda")
 
@@ -121,7 +132,9 @@ def check(module: Module) -> tuple[int, list[str]]:
                 scale = scale or 1 / math.sqrt(variant.head_dim_qk)
                 problem = compare(module, q, k, v, scale, offset)
                 if problem:
-                    failures.append(f"{module.name} {sizes} offset {offset} amplitude {amplitude}: {problem}")
+                    failures.append(
+                        f"{module.name} {sizes} offset {offset} amplitude {amplitude}: {problem}"
+                    )
     for label, q, k, v in odd_layouts(variant):
         cases += 1
         problem = compare(module, q, k, v, 0.125, k.shape[1] - q.shape[1])
@@ -133,7 +146,7 @@ def check(module: Module) -> tuple[int, list[str]]:
 
 
 def compare(module: Module, q, k, v, scale, offset) -> str | None:
-    """The reason why a call is wrong, or None: 2x the error of a plain implementation, every row."""
+    """Why a call is wrong, or None: twice the error of a plain implementation, every row."""
     out, lse, workspace = outputs(module.variant, q)
     module(q, k, v, out, lse, workspace, scale, offset)
     torch.cuda.synchronize()
@@ -153,12 +166,13 @@ def compare(module: Module, q, k, v, scale, offset) -> str | None:
         bad = (~(error <= allowed)).nonzero()
         return f"O is off by {error.max().item():.2e} in {len(bad)} rows, first {bad[0].tolist()}"
     if not relative_error(out, want) <= 2 * relative_error(plain, want) + 1e-6:
-        return f"relative error {relative_error(out, want):.2e}, plain {relative_error(plain, want):.2e}"
+        ours, its = relative_error(out, want), relative_error(plain, want)
+        return f"relative error {ours:.2e}, plain {its:.2e}"
     return None
 
 
 def odd_layouts(variant: Variant):
-    """Views that must not be copied: BHSD storage, packed slices, odd offsets, expanded, reversed heads."""
+    """Views that must not be copied: BHSD storage, packed slices, steps, expanded, size 1."""
     dtype, d, dv = DTYPES[variant.dtype], variant.head_dim_qk, variant.head_dim_v
 
     def fresh(*shape):
@@ -168,14 +182,24 @@ def odd_layouts(variant: Variant):
     yield "bhsd", q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     packed = fresh(2, 150, 3, 4, max(d, dv) + 8)
     yield "packed", packed[:, :, 0, :, :d], packed[:, :, 1, :, :d], packed[:, :, 2, :, 8 : 8 + dv]
-    yield "every second row", fresh(2, 300, 4, d)[:, ::2], fresh(2, 340, 2, d)[:, 1::2], fresh(2, 170, 2, dv)
-    yield "expanded batch", fresh(3, 140, 2, d), fresh(1, 150, 2, d).expand(3, -1, -1, -1), fresh(1, 150, 2, dv).expand(3, -1, -1, -1)
+    yield (
+        "every second row",
+        fresh(2, 300, 4, d)[:, ::2],
+        fresh(2, 340, 2, d)[:, 1::2],
+        fresh(2, 170, 2, dv),
+    )
+    yield (
+        "expanded batch",
+        fresh(3, 140, 2, d),
+        fresh(1, 150, 2, d).expand(3, -1, -1, -1),
+        fresh(1, 150, 2, dv).expand(3, -1, -1, -1),
+    )
     one = fresh(1, 140, 1, d).as_strided((1, 140, 1, d), (7, d, 3, 1))
     yield "size-1 strides", one, fresh(1, 150, 1, d), fresh(1, 150, 1, dv)
 
 
 def check_nan(module: Module):
-    """A NaN in one key reaches every row that sees it; NaN after the sequence's end reaches none."""
+    """A NaN in a key reaches every row that sees it; NaN after the end of K and V reaches none."""
     variant = module.variant
     q, k, v = inputs(variant, 1, 2, 2, 200, 200)
     whole_k, whole_v = inputs(variant, 1, 2, 2, 200, 300)[1:]
@@ -188,7 +212,9 @@ def check_nan(module: Module):
     module(q, k, v, out, lse, workspace, 0.1, 0)
     nan_rows = out[0, :, 1].isnan().any(-1)
     first = 190 if variant.causal else 0
-    if not bool(nan_rows[first:].all()) or bool(nan_rows[:first].any() & bool(variant.causal) & (first < 128)):
+    if not bool(nan_rows[first:].all()) or bool(
+        nan_rows[:first].any() & bool(variant.causal) & (first < 128)
+    ):
         yield f"NaN in key 190 reaches rows {nan_rows.nonzero().flatten().tolist()[:3]}.."
     if bool(out[0, :, 0].isnan().any()):
         yield "NaN leaks to another head"
@@ -215,7 +241,10 @@ def check_limits(module: Module):
     yield "an output past 2**31", None if relative_error(out[:, -130:], want) < 5e-3 else "wrong"
     del q, k, v, out, lse
     torch.cuda.empty_cache()
-    yield "more than 65535 heads", compare(module, *inputs(variant, 1100, 64, 32, 17, 33), scale, 16)
+    yield (
+        "more than 65535 heads",
+        compare(module, *inputs(variant, 1100, 64, 32, 17, 33), scale, 16),
+    )
     q, k, v = inputs(variant, 2, 8, 8, 1500, 1500)
     results = []
     for _ in range(20):
@@ -289,37 +318,46 @@ class Timer:
 
 
 def peers(variant: Variant, q, k, v, scale, fa3: bool):
-    """(name, callable) of each peer for the inputs."""
+    """(name, callable, reason why it is absent) of each peer for the inputs."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
-    if fa3:
+
+    def run_fa3():
         # 20 optional tensors and lengths that plain attention does not use come before the scale.
-        unused = [None] * 20
+        return torch.ops.flash_attn_3.fwd(
+            q, k, v, *[None] * 20, scale, variant.causal, -1, -1, 0, 0.0, True, None, 1, None, 0
+        )  # fmt: skip
 
-        def run_fa3():
-            return torch.ops.flash_attn_3.fwd(
-                q, k, v, *unused, scale, variant.causal, -1, -1, 0, 0.0, True, None, 1, None, 0
-            )
-
-        yield "flash-attn-3", run_fa3
+    d, dv = variant.head_dim_qk, variant.head_dim_v
+    if not fa3:
+        yield "flash-attn-3", None, "no library of it was given (--fa3)"
+    elif variant.dtype != "bfloat16" or d != dv or d not in FA3_HEAD_DIMS:
+        yield "flash-attn-3", None, "the library that was given lacks this dtype or head dim"
+    else:
+        yield "flash-attn-3", run_fa3, None
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     for name, backend in backends.items():
 
         def run(backend=backend):
             with sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(
-                    *heads_first, is_causal=variant.causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+                    *heads_first,
+                    is_causal=variant.causal,
+                    scale=scale,
+                    enable_gqa=q.shape[2] != k.shape[2],
                 )
 
-        yield name, run
+        yield name, run, None
 
 
 def provenance() -> dict:
     """What a row must say about the run."""
     query = "name,driver_version,power.limit"
     card = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     return {
         "device": torch.cuda.get_device_name(),
@@ -340,14 +378,26 @@ def row(peer, variant: Variant, shape: Shape, mode, times, run, **extra) -> dict
         # The convention of the peers' papers: exactly half, the diagonal's second half not counted.
         flops = 2 * (variant.head_dim_qk + variant.head_dim_v) * shape.seq_q * shape.seq_kv // 2
         flops *= shape.batch * shape.heads_q
-    p20, p50, p80 = (times[int(f * (len(times) - 1))] for f in (0.2, 0.5, 0.8))
+    p20, p50, p80 = (
+        round(times[int(f * (len(times) - 1))], 2) if times else None for f in (0.2, 0.5, 0.8)
+    )
     return {
-        "peer": peer, "family": "sm90" if peer.startswith("fa2tvm") else None, "pass": "forward", "mode": mode,
-        "dtype": variant.dtype, "head_dim": variant.head_dim_qk, "head_dim_v": variant.head_dim_v,
-        "causal": variant.causal, "batch": shape.batch, "seq_q": shape.seq_q, "seq_kv": shape.seq_kv,
-        "heads_q": shape.heads_q, "heads_kv": shape.heads_kv, "us_p50": round(p50, 2), "us_p20": round(p20, 2),
-        "us_p80": round(p80, 2), "tflops": round(flops / p50 / 1e6, 1), **extra, "run": run,
-    }  # fmt: skip
+        "peer": peer,
+        "family": "sm90" if peer.startswith("fa2tvm") else None,
+        "pass": "forward",
+        "mode": mode,
+        "dtype": variant.dtype,
+        "head_dim": variant.head_dim_qk,
+        "head_dim_v": variant.head_dim_v,
+        "causal": variant.causal,
+        **shape.to_dict(),
+        "us_p50": p50,
+        "us_p20": p20,
+        "us_p80": p80,
+        "tflops": round(flops / p50 / 1e6, 1) if p50 else None,
+        **extra,
+        "run": run,
+    }
 
 
 def measure_cell(timer, modules, variant, shape, mode, fa3, run, args):
@@ -356,42 +406,57 @@ def measure_cell(timer, modules, variant, shape, mode, fa3, run, args):
     scale = 1 / math.sqrt(variant.head_dim_qk)
     offset = shape.seq_kv - shape.seq_q
     out, lse, workspace = outputs(variant, q)
-    contenders = []
+    contenders, errors = [], []
     for module in modules:
         contenders.append(
             ("fa2tvm", module, lambda m=module: m(q, k, v, out, lse, workspace, scale, offset))
         )
+        errors.append(None)
     if not args.no_peers:
-        contenders += [(name, None, call) for name, call in peers(variant, q, k, v, scale, fa3)]
-    rows, times, errors = [], [[] for _ in contenders], [None] * len(contenders)
+        for name, call, reason in peers(variant, q, k, v, scale, fa3):
+            contenders.append((name, None, call))
+            errors.append(reason)
+    rows, times = [], [[] for _ in contenders]
     for _ in range(args.rounds):
         for n, (_, _, call) in enumerate(contenders):
             if errors[n]:
                 continue
             try:
-                times[n] += timer.burst(call, args.repeats) if mode == "burst" else timer.sustained(call, 2.0)
+                times[n] += (
+                    timer.burst(call, args.repeats)
+                    if mode == "burst"
+                    else timer.sustained(call, 2.0)
+                )
             except RuntimeError as error:
                 errors[n] = str(error).splitlines()[0][:200]
     for (peer, module, _), measured, error in zip(contenders, times, errors, strict=True):
         extra = {"error": error, "rel_err": None}
         if module is not None:
             extra |= {"module": module.name, "schedule": module.schedule}
-        rows.append(row(peer, variant, shape, mode, sorted(measured) or [math.nan] * 3, run, **extra))
+        rows.append(row(peer, variant, shape, mode, sorted(measured), run, **extra))
     return rows
 
 
 def main() -> int:
     """Check, measure, write the rows, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("modules", type=Path)
     parser.add_argument("--lib", type=Path, required=True)
     parser.add_argument("--fa3", type=Path, help="folder of _C.so and libcudart.so.12")
     parser.add_argument("--out", type=Path, default=Path("hopper_forward.jsonl"))
     parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--limits", action="store_true", help="also large tensors, repeats, streams, graphs")
+    parser.add_argument(
+        "--limits", action="store_true", help="also large tensors, repeats, streams, graphs"
+    )
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--cells", default="burst", help="of burst (the sweep), sustained (1x16384), gqa (32/8, 2x8192)")
+    parser.add_argument(
+        "--cells",
+        default="burst",
+        help="of burst (the sweep), sustained (1x16384), gqa (32/8, 2x8192)",
+    )
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default="", help="modules whose name contains this")
@@ -404,7 +469,12 @@ def main() -> int:
         sound = []
         for module in modules:
             cases, failures = check(module)
-            print(f"check {module.name}: {cases} cases, {len(failures)} failures", *failures[:4], sep="\n   ", flush=True)
+            print(
+                f"check {module.name}: {cases} cases, {len(failures)} failures",
+                *failures[:4],
+                sep="\n   ",
+                flush=True,
+            )
             sound += [module] if not failures else []
     if args.limits:
         for module in sound:
@@ -445,9 +515,15 @@ def print_cell(rows):
     best = max((x["tflops"] for x in ours), default=math.nan)
     bar = max((x["tflops"] for x in others), default=math.nan)
     print(
-        f"{r['dtype'][:4]} d{r['head_dim']}/{r['head_dim_v']} {'causal' if r['causal'] else 'dense '} "
+        f"{r['dtype'][:4]} d{r['head_dim']}/{r['head_dim_v']} "
+        f"{'causal' if r['causal'] else 'dense '} "
         f"{r['batch']}x{r['seq_q']} {r['mode'][:5]}: {best:.0f} / {bar:.0f} = {best / bar:.3f} | "
-        + " ".join(f"{x.get('module', x['peer'])} {x['tflops']:.0f}" if not x["error"] else f"{x['peer']} {x['error'][:60]}" for x in rows),
+        + " ".join(
+            f"{x.get('module', x['peer'])} {x['tflops']:.0f}"
+            if not x["error"]
+            else f"{x['peer']} {x['error'][:60]}"
+            for x in rows
+        ),
         flush=True,
     )
 

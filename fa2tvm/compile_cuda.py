@@ -1,4 +1,4 @@
-"""IRModule -> shared library with the cubin inside, on a machine that need not have a GPU or driver.
+"""IRModule to shared library with the cubin inside; no GPU and no driver need be there.
 
 TVM embeds CUDA source instead of a cubin, silently, where libcuda.so.1 is absent, so such a machine
 must have a stub of it on the library path (`needs_driver_stub`); and it drops the report of ptxas,
@@ -23,9 +23,16 @@ from fa2tvm.schedule import Schedule
 
 # What libtvm_runtime_cuda.so asks of the driver; a compiling machine never calls any of it.
 _DRIVER_SYMBOLS = (
-    "cuDeviceGetName cuFuncSetAttribute cuGetErrorName cuGetErrorString cuLaunchKernelEx "
-    "cuModuleGetFunction cuModuleLoadData cuModuleUnload cuTensorMapEncodeTiled"
-).split()
+    "cuDeviceGetName",
+    "cuFuncSetAttribute",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuLaunchKernelEx",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuTensorMapEncodeTiled",
+)
 _SERIALISED = re.compile(r"Potential Performance Loss|serializ|setmaxnreg' ignored")
 
 
@@ -59,7 +66,7 @@ def needs_driver_stub() -> bool:
 
 
 def stub_environment(folder: Path) -> dict[str, str]:
-    """This process's environment with a stub libcuda.so.1 in `folder` first on the library path.
+    """The environment with a stub libcuda.so.1 in `folder` first on the library path.
 
     Raises
     ------
@@ -69,13 +76,21 @@ def stub_environment(folder: Path) -> dict[str, str]:
     compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     if compiler is None:
         raise CompileFailed(
-            "libcuda.so.1 is missing and no C compiler is on PATH to make a stub of it; install one."
+            "libcuda.so.1 is missing, and no C compiler is on PATH to make a stub; install one."
         )
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "driver_stub.c"
     source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in _DRIVER_SYMBOLS))
     library = folder / "libcuda.so.1"
-    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(library),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     paths = [str(folder.absolute()), *_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
     return os.environ | {
@@ -88,7 +103,9 @@ def _runtime_folders() -> list[str]:
     """Where nvcc's own libcudart lies: TVM's CUDA runtime links to it."""
     if shutil.which("nvcc") is None:
         return []
-    dry = subprocess.run(["nvcc", "--dryrun", "none.cu"], capture_output=True, text=True, check=False)
+    dry = subprocess.run(
+        ["nvcc", "--dryrun", "none.cu"], capture_output=True, text=True, check=False
+    )
     top = re.search(r"^#\$ TOP=(.*)$", dry.stderr, re.MULTILINE)
     folders = [Path(top[1]) / name for name in ("lib64", "lib")] if top else []
     return [str(folder.resolve()) for folder in folders if (folder / "libcudart.so.13").exists()]
@@ -120,14 +137,16 @@ def compile_module(
     import tvm
     import tvm_ffi
 
-    from fa2tvm.kernels.sm90_fwd import build
+    from fa2tvm import kernels
 
     if shutil.which("nvcc") is None:
-        raise CompileFailed("nvcc is not on PATH, but the CUDA families need it; install a CUDA toolkit.")
+        raise CompileFailed(
+            "nvcc is not on PATH, but the CUDA families need it; install a CUDA toolkit."
+        )
     if needs_driver_stub():
         raise CompileFailed(
-            "libcuda.so.1 is missing, and TVM would embed source instead of a cubin; put a driver or its stub "
-            "on LD_LIBRARY_PATH."
+            "libcuda.so.1 is missing, and TVM would embed source instead of a cubin; put a driver "
+            "or its stub on LD_LIBRARY_PATH."
         )
     folder.mkdir(parents=True, exist_ok=True)
     cubin, source = folder / f"{name}.cubin", folder / f"{name}.cu"
@@ -138,7 +157,8 @@ def compile_module(
         source.write_text(code)
         with tempfile.TemporaryDirectory() as scratch:
             command = [
-                "nvcc", "-cubin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "--use_fast_math",
+                "nvcc", "-cubin", "-O3", "-std=c++17", "--expt-relaxed-constexpr",
+                "--use_fast_math",
                 "-gencode", f"arch={device.arch.replace('sm_', 'compute_')},code={device.arch}",
                 "--ptxas-options=-v", "-o", str(cubin), str(source),
             ]  # fmt: skip
@@ -151,7 +171,9 @@ def compile_module(
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_cubin, override=True)
     target = tvm.target.Target(device.target())
     with target:
-        executable = tvm.compile(build(variant, schedule, device), target=target, tir_pipeline="tirx")
+        executable = tvm.compile(
+            kernels.build(variant, schedule, device), target=target, tir_pipeline="tirx"
+        )
     library = folder / f"{name}.so"
     executable.export_library(str(library))
     return CudaModule(library, cubin, source, parse_report(log))

@@ -1,4 +1,4 @@
-"""The Hopper kernels compile as meant, on a machine without a GPU: registers, spills, instructions."""
+"""The Hopper kernels compile as meant, without a GPU: registers, spills, instructions."""
 
 from __future__ import annotations
 
@@ -70,14 +70,18 @@ def test_tensor_cores_through_wgmma(built: Path, name: str) -> None:
     sass = subprocess.run(
         [tool, "-sass", str(built / f"{name}.cubin")], capture_output=True, text=True, check=True
     ).stdout
-    instructions = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", sass, re.MULTILINE)
+    instructions = re.findall(
+        r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", sass, re.MULTILINE
+    )
     assert instructions.count("HGMMA") > 0
     assert instructions.count("HMMA") == 0
     assert {"LDL", "STL"}.isdisjoint(instructions)
     assert "UTMALDG" in instructions
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (8, 8)], ids=str
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_default_fits(dims: tuple[int, int], causal: bool) -> None:
     variant = Variant("forward", "bfloat16", *dims, causal)
@@ -105,7 +109,10 @@ def test_default_fits(dims: tuple[int, int], causal: bool) -> None:
 )
 def test_infeasible_says_why(fields: dict[str, int], word: str) -> None:
     schedule = Sm90Forward(**fields)
-    assert any(word in reason for reason in schedule.reasons(Variant("forward", "bfloat16", 128, 128), DEVICE))
+    assert any(
+        word in reason
+        for reason in schedule.reasons(Variant("forward", "bfloat16", 128, 128), DEVICE)
+    )
 
 
 def test_other_dtypes_and_dims_are_refused() -> None:

@@ -1,7 +1,7 @@
 """The online softmax of Algorithm 1 on wgmma accumulators: emitters over a thread's two rows.
 
-`S_ij` and `O_i` are accumulators (wgmma.py says which register holds what), `m_i` the running maximum
-of the unscaled S, `l_i` this thread's part of the running sum. Exponentials are base 2:
+`S_ij` and `O_i` are accumulators (wgmma.py says which register holds what), `m_i` the running
+maximum of the unscaled S, `l_i` this thread's part of the running sum. Exponentials are base 2:
 exp(softmax_scale * (s - m)) = exp2(s * scale_log2 - m * scale_log2), one FMA and one exp2.
 """
 
@@ -19,8 +19,8 @@ __device__ __forceinline__ float fa2tvm_max_nan(float a, float b) {
 _ANY_OF_WARPGROUP = """
 __device__ __forceinline__ int fa2tvm_any_of_warpgroup(bool mine, int barrier) {
   int any;
-  asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.s32 %0, 1, 0, q; }"
-               : "=r"(any) : "r"((int)mine), "r"(barrier) : "memory");
+  asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, %2, 128, p;"
+               " selp.s32 %0, 1, 0, q; }" : "=r"(any) : "r"((int)mine), "r"(barrier) : "memory");
   return any;
 }
 """
@@ -38,7 +38,7 @@ def maximum(a, b):
 
 
 def reduce_chains(chains, values, op, seed=None):
-    """Reduce values in independent chains, for the latency of one operation hides behind the others."""
+    """Reduce values in independent chains: the latency of one hides behind the others."""
     n = int(chains.shape[0])
     for i in range(n):
         store(chains, i, values[i] if seed is None or i else op(seed, values[i]))
@@ -69,7 +69,7 @@ def row_sums(P_ij, l_i, chains, first):
 
 
 def mask_beyond(S_ij, last_key, row_step):
-    """-inf where column 8 a + c (this lane's first column subtracted) exceeds last_key + row_step r."""
+    """-inf where column 8 a + c, counted from this lane's first, exceeds last_key + row_step r."""
     for a in range(int(S_ij.shape[0]) // 4):
         for c in range(2):
             for r in ROWS:
@@ -85,14 +85,14 @@ def exponentials(S_ij, scaled_m, scale_log2):
 
 
 def scaled_maxima(scaled_m, m_i, scale_log2):
-    """scaled_m = m_i * scale_log2, 0 for a row that has seen nothing: exp(-inf - -inf) must be 0."""
+    """scaled_m = m_i * scale_log2, 0 for a row that saw nothing: exp(-inf - -inf) must be 0."""
     for r in ROWS:
         nothing = m_i[r] == T.float32(NEGATIVE_INFINITY)
         store(scaled_m, r, T.Select(nothing, T.float32(0.0), m_i[r] * scale_log2))
 
 
 def keep_lazy_maxima(m_i, m_old, moved, any_moved, scale_log2, lazy_rescale):
-    """m_i = m_old again where it grew by less than 2**lazy_rescale; `moved` says where it did not."""
+    """m_i = m_old again where it grew by less than 2**lazy_rescale; `moved` says where not."""
     for r in ROWS:
         small = (m_i[r] - m_old[r]) * scale_log2 <= T.float32(lazy_rescale)
         store(moved, r, T.Select(small, 0, 1))
@@ -101,14 +101,12 @@ def keep_lazy_maxima(m_i, m_old, moved, any_moved, scale_log2, lazy_rescale):
 
 
 def any_distrusted(block_l, m_i, limit_log2, barrier):
-    """Whether a row of the warpgroup must not keep its maximum: its sum is too large, NaN, or its first.
+    """Whether a row of the warpgroup needs a new maximum: its sum is too large, or its first.
 
-    A hardware barrier of the warpgroup takes the vote, for only a whole warpgroup can repeat a GEMM.
+    A hardware barrier of the warpgroup takes the vote: only a whole warpgroup can repeat a GEMM.
     """
     limit = T.float32(2.0**limit_log2)
-    rows = [
-        T.Or(T.Not(block_l[r] <= limit), m_i[r] == T.float32(NEGATIVE_INFINITY)) for r in ROWS
-    ]
+    rows = [T.Or(T.Not(block_l[r] <= limit), m_i[r] == T.float32(NEGATIVE_INFINITY)) for r in ROWS]
     vote = T.cuda.func_call(
         "fa2tvm_any_of_warpgroup",
         T.Or(rows[0], rows[1]),
@@ -116,15 +114,18 @@ def any_distrusted(block_l, m_i, limit_log2, barrier):
         source_code=_ANY_OF_WARPGROUP,
         return_type="int32",
     )
-    # The second vote tells ptxas that the answer is uniform: it keeps descriptors in uniform registers.
+    # The second vote tells ptxas that the answer is uniform, or descriptors leave the uniform
+    # registers (82 more instructions a block).
     return T.cuda.any_sync(T.uint32(FULL_WARP), vote)
 
 
 def correction_factors(alpha, m_old, scaled_m, scale_log2, moved=None):
-    """alpha = exp(m_old - m_i), what O_i and l_i are multiplied by (Algorithm 1, line 10, erratum)."""
+    """The factors exp(m_old - m_i) of O_i and l_i (Algorithm 1, line 10, without its inverse)."""
     for r in ROWS:
         factor = T.exp2(m_old[r] * scale_log2 - scaled_m[r])
-        store(alpha, r, factor if moved is None else T.Select(moved[r] == 0, T.float32(1.0), factor))
+        if moved is not None:
+            factor = T.Select(moved[r] == 0, T.float32(1.0), factor)
+        store(alpha, r, factor)
 
 
 def scale_rows(O_i, alpha):

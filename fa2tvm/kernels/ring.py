@@ -1,4 +1,4 @@
-"""Rings of shared-memory stages between a TMA warp and consumer warps: the only file with phase bits.
+"""Rings of shared-memory stages between roles of a thread block: the only file with phase bits.
 
 Each stage has two mbarriers. `full` completes when the producer's one arrival and all bytes that it
 announced have come; `empty` completes when every consumer warp has released the stage. An mbarrier
@@ -83,7 +83,7 @@ class Cursor:
 
     @T.inline
     def acquire_plain(self):
-        """Producer: wait until the stage is free; ordinary stores fill it, `commit` hands it over."""
+        """Producer: wait until the stage is free; ordinary stores fill it until `commit`."""
         T.cuda.mbarrier_wait(self.ring.empty.ptr_to([self.stage]), self.phase)
 
     @T.inline

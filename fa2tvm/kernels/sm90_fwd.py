@@ -1,13 +1,13 @@
 """Algorithm 1 (attention forward) for Hopper: TMA, wgmma and warp specialisation in TensorIR.
 
-One persistent thread block a multiprocessor; a producer warp keeps rings of K_j and V_j blocks full,
-each consumer warpgroup carries 64 query rows. sm90_fwd.md draws the schedule and keeps the profile.
+One persistent thread block a multiprocessor: a producer warp keeps rings of K_j and V_j full, a
+scheduler warp hands out tiles, each consumer warpgroup carries 64 query rows. sm90_fwd.md draws the
+schedule and keeps the profile.
 
-Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1; FlashAttention-3, arXiv:2407.08608 (producer
-and consumer warps, ping-pong, S of the next block issued before P V of this one).
+Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1; FlashAttention-3, arXiv:2407.08608
+(producer and consumer warps, ping-pong, S of the next block issued before P V of this one).
 """
 
-import math
 from types import SimpleNamespace
 
 import tvm
@@ -15,9 +15,11 @@ from tvm.script import tirx as T
 from tvm.tirx.layout import S as LayoutOf
 from tvm.tirx.layout import TileLayout
 
+from fa2tvm.blocks import visible_keys
 from fa2tvm.device import Device
 from fa2tvm.kernels import online_softmax as softmax
 from fa2tvm.kernels.ring import Ring
+from fa2tvm.kernels.softmax import LOG2_E
 from fa2tvm.kernels.wgmma import (
     SharedTile,
     encode_tensor_map,
@@ -34,10 +36,14 @@ from fa2tvm.kernels.wgmma import (
 from fa2tvm.problem import Variant
 from fa2tvm.schedule import Sm90Forward, sm90_head_dim
 
-LOG2_E = math.log2(math.e)
 WARPGROUP = 128
 # Hardware barrier 0 is __syncthreads; the consumers' turns take 1, 2, ..
 FIRST_TURN = 1
+
+
+def clamp(x, low, high):
+    """TensorIR's clamp, for the block ranges."""
+    return T.max(low, T.min(x, high))
 
 
 def plan(variant, schedule, device):
@@ -66,7 +72,7 @@ def plan(variant, schedule, device):
 
 @T.meta_class
 class Tile:
-    """A query block i of head h of batch b, whose key blocks are [0, j_end), of which [0, j_full) need no mask.
+    """A query block i of head h of batch b with key blocks [0, j_end); [0, j_full) need no mask.
 
     j_end is 0 after the last tile. Tiles come from the scheduler through a ring of records.
     """
@@ -101,10 +107,10 @@ class Tile:
 
 @T.inline
 def decode(p, z, index, tile):
-    """From the number of a tile to the tile; one that sees nothing still gets one block, wholly masked.
+    """From a tile's number to the tile; one that sees nothing still gets one block, all masked.
 
-    Tiles are numbered group of heads by group of heads, within a group longest query block first, so
-    that a group's K and V stay in L2 and the short tiles fill the gaps at the end.
+    Tiles are numbered group of heads by group of heads, within a group longest query block first:
+    a group's K and V stay in L2, and the short tiles fill the gaps at the end.
     """
     group: T.let = T.truncdiv(index, z.head_group * z.query_blocks)
     within: T.let = index - group * (z.head_group * z.query_blocks)
@@ -117,9 +123,10 @@ def decode(p, z, index, tile):
     if p.causal:
         first: T.let = tile.i * p.block_q
         last: T.let = T.min(first + p.block_q, z.seq_q) - 1
-        seen: T.let = T.min(T.max(last + z.causal_offset + 1, 1), z.seq_kv)
-        tile.j_end = T.truncdiv(seen + (p.block_kv - 1), p.block_kv)
-        tile.j_full = T.truncdiv(T.max(first + z.causal_offset + 1, 0), p.block_kv)
+        to_first: T.let = visible_keys(first, z.seq_kv, True, z.causal_offset, clamp)
+        to_last: T.let = visible_keys(last, z.seq_kv, True, z.causal_offset, clamp)
+        tile.j_end = T.truncdiv(T.max(to_last, 1) + (p.block_kv - 1), p.block_kv)
+        tile.j_full = T.truncdiv(to_first, p.block_kv)
     else:
         tile.j_end = z.key_blocks
         tile.j_full = z.key_blocks
@@ -127,11 +134,12 @@ def decode(p, z, index, tile):
 
 @T.inline
 def assign(p, z, shared, block, counter):
-    """The scheduler: one thread numbers this thread block's tiles and hands them to the other roles.
+    """The scheduler: one thread hands this thread block's tiles to the other roles.
 
-    Static: every z.blocks-th tile. Dynamic: the next of a counter that all thread blocks share, drawn
-    when the producer comes to the last key block of a tile, so that a block that lags takes fewer;
-    the last draw leaves the counter as the next launch needs it. Divisions run beside the GEMMs.
+    Static: every z.blocks-th tile. Dynamic: the next of a counter that all thread blocks share,
+    drawn when the producer comes to the last key block of a tile, so that a block that lags takes
+    fewer (drawn one or two tiles ahead, causal d=256 lost 20 %: H200, 2026-11-30); the last draw
+    leaves the counter as the next launch needs it. The divisions run beside the GEMMs.
     """
     ring = shared.tile_ring.producer()
     request = shared.request_ring.consumer()
@@ -180,7 +188,13 @@ def produce(p, z, shared, maps):
                     request.commit()
             K_ring.acquire(p.K_tile.bytes)
             p.K_tile.load(
-                shared.K, K_ring.stage * p.K_tile.elements, maps.K, j * p.block_kv, h_kv, tile.b, K_ring.barrier()
+                shared.K,
+                K_ring.stage * p.K_tile.elements,
+                maps.K,
+                j * p.block_kv,
+                h_kv,
+                tile.b,
+                K_ring.barrier(),
             )
             K_ring.advance()
             if j == tile.j_end - 1:
@@ -198,7 +212,13 @@ def produce(p, z, shared, maps):
                 Q_ring.advance()
             V_ring.acquire(p.V_tile.bytes)
             p.V_tile.load(
-                shared.V, V_ring.stage * p.V_tile.elements, maps.V, j * p.block_kv, h_kv, tile.b, V_ring.barrier()
+                shared.V,
+                V_ring.stage * p.V_tile.elements,
+                maps.V,
+                j * p.block_kv,
+                h_kv,
+                tile.b,
+                V_ring.barrier(),
             )
             V_ring.advance()
             j = j - 1
@@ -241,7 +261,9 @@ class Consumer:
     def begin(self):
         """Set the operand descriptors and this thread's first row within the tile."""
         p = T.meta_var(self.p)
-        self.Q_address = shared_address(self.shared.Q) + T.Cast("uint32", self.warpgroup * p.Q_tile.bytes)
+        self.Q_address = shared_address(self.shared.Q) + T.Cast(
+            "uint32", self.warpgroup * p.Q_tile.bytes
+        )
         self.Q_descriptor = p.Q_tile.k_major(self.Q_address)
         self.K_descriptor = p.K_tile.k_major(shared_address(self.shared.K))
         self.V_descriptor = p.V_tile.mn_major(shared_address(self.shared.V))
@@ -262,7 +284,9 @@ class Consumer:
         """Ping-pong: let the next warpgroup issue."""
         if self.p.pingpong:
             if self.p.consumer_warpgroups == 2:
-                T.ptx.bar.arrive(T.Cast("uint32", FIRST_TURN + 1 - self.warpgroup), T.uint32(2 * WARPGROUP))
+                T.ptx.bar.arrive(
+                    T.Cast("uint32", FIRST_TURN + 1 - self.warpgroup), T.uint32(2 * WARPGROUP)
+                )
             else:
                 following: T.let = T.Select(
                     self.warpgroup == self.p.consumer_warpgroups - 1, 0, self.warpgroup + 1
@@ -275,7 +299,11 @@ class Consumer:
         if self.p.q_in_registers:
             stage: T.let = self.Q_ring.stage * (self.p.consumer_warpgroups * self.p.Q_tile.bytes)
             load_a_fragment(
-                self.Q_i, self.p.Q_tile, self.Q_address + T.Cast("uint32", stage), self.lane, self.warp
+                self.Q_i,
+                self.p.Q_tile,
+                self.Q_address + T.Cast("uint32", stage),
+                self.lane,
+                self.warp,
             )
             T.cuda.warp_sync()
             self.Q_ring.release(self.lane)
@@ -318,7 +346,7 @@ class Consumer:
 
     @T.inline
     def mask(self, beyond_sequence):
-        """-inf for keys after the diagonal and, in the block where it may end, after the sequence."""
+        """-inf for keys after the diagonal and, where the sequence may end, after its end."""
         z = T.meta_var(self.z)
         p = T.meta_var(self.p)
         first_column: T.let = self.j * p.block_kv + T.truncmod(self.lane, 4) * 2
@@ -349,7 +377,7 @@ class Consumer:
 
     @T.inline
     def next_block(self, masked):
-        """Algorithm 1, lines 8 to 10, for key block j, while O_i still takes in P V of block j + 1."""
+        """Algorithm 1, lines 8 to 10, for key block j, while O_i takes in P V of block j + 1."""
         p = T.meta_var(self.p)
         z = T.meta_var(self.z)
         self.K_ring.wait()
@@ -374,7 +402,8 @@ class Consumer:
         softmax.exponentials(self.S_ij, self.scaled_m, z.scale_log2)
         softmax.row_sums(self.S_ij, self.l_i, self.chains, first=False)
         fence_floats(self.S_ij)
-        # Waiting for the next V_j here keeps ptxas from hoisting the wait for O_i above the exponentials.
+        # A branch, such as the wait for the next V_j, must stand here: without one ptxas hoists the
+        # wait for O_i above the exponentials.
         stage: T.int32 = self.V_ring.stage
         self.V_ring.advance()
         self.V_ring.wait()
@@ -416,7 +445,10 @@ class Consumer:
         fence_floats(self.O_i)
         self.V_ring.release_stage(stage, self.lane)
         self.any_moved[0] = softmax.any_distrusted(
-            self.block_l, self.m_i, p.lazy_rescale, FIRST_TURN + p.consumer_warpgroups + self.warpgroup
+            self.block_l,
+            self.m_i,
+            p.lazy_rescale,
+            FIRST_TURN + p.consumer_warpgroups + self.warpgroup,
         )
         if self.any_moved[0] != 0:
             self.issue_S()
@@ -448,7 +480,7 @@ class Consumer:
 
     @T.inline
     def store_tile(self, O, LSE, b, h, i):
-        """Algorithm 1, lines 12 to 15: O_i = diag(l_i)^-1 O_i and L_i = m_i + log l_i to global memory.
+        """Algorithm 1, lines 12 to 15: O_i = diag(l_i)^-1 O_i and L_i = m_i + log l_i go out.
 
         O_i goes straight from registers: a transpose across each quad makes 16-byte stores.
         """
@@ -507,8 +539,8 @@ def consume(c, O, LSE):
             c.Q_ring.wait()
             c.K_ring.wait()
             c.take_Q()
-        # After the last tile this S reads stale shared memory and is dropped: no branch may surround
-        # a GEMM in flight (ptxas C7515 would serialise all of them).
+        # After the last tile this S reads stale shared memory and is dropped: no branch may
+        # surround a GEMM in flight (ptxas C7515 would serialise all of them).
         c.issue_S()
         c.pass_turn()
         T.ptx.wgmma.wait_group.sync.aligned(1)
@@ -526,8 +558,8 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
     """The forward program of a Variant on Hopper.
 
     `forward(Q, K, V, O, LSE, workspace, softmax_scale, causal_offset)`: Q [B, Sq, H, D],
-    K [B, Sk, Hk, D], V [B, Sk, Hk, Dv], O [B, Sq, H, Dv] of the variant's dtype, any strides that are
-    multiples of 16 bytes with the innermost 1, 16-byte aligned; LSE [B, H, Sq] float32, contiguous;
+    K [B, Sk, Hk, D], V [B, Sk, Hk, Dv], O [B, Sq, H, Dv] of the variant's dtype, 16-byte aligned,
+    any strides that are multiples of 16 bytes with the innermost 1; LSE [B, H, Sq] float32, contiguous;
     workspace int32 [1], zero, and zero again afterwards; softmax_scale > 0; no size may be 0.
 
     Raises
@@ -586,8 +618,12 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
         K_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
         V_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
         encode_tensor_map(Q_map, Q, p.dtype, (B, Sq, H, p.columns_qk), (qb, qn, qh), p.Q_tile, 64)
-        encode_tensor_map(K_map, K, p.dtype, (B, Sk, Hk, p.columns_qk), (kb, kn, kh), p.K_tile, p.block_kv)
-        encode_tensor_map(V_map, V, p.dtype, (B, Sk, Hk, p.columns_v), (vb, vn, vh), p.V_tile, p.block_kv)
+        encode_tensor_map(
+            K_map, K, p.dtype, (B, Sk, Hk, p.columns_qk), (kb, kn, kh), p.K_tile, p.block_kv
+        )
+        encode_tensor_map(
+            V_map, V, p.dtype, (B, Sk, Hk, p.columns_v), (vb, vn, vh), p.V_tile, p.block_kv
+        )
         tiles: T.let = T.Cast("int32", T.truncdiv(Sq + (p.block_q - 1), T.int64(p.block_q)) * B * H)
 
         T.device_entry()

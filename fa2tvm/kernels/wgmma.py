@@ -1,4 +1,4 @@
-"""What Hopper kernels share: shared-memory tiles, TMA loads, warpgroup GEMMs and register fragments.
+"""What Hopper kernels share: shared-memory tiles, TMA loads, warpgroup GEMMs, fragments.
 
 The functions emit TensorIR statements into the program being built; sizes are Python ints, so all
 register indices are constants. A warpgroup's float32 accumulator of n columns is n / 2 registers a
@@ -13,18 +13,23 @@ FULL_WARP = 0xFFFFFFFF
 _UNIT_SHIFT, _ADDRESS_MASK = 4, 0x3FFF
 _PTX_TYPE = {"bfloat16": "bf16", "float16": "f16"}
 _FENCE_FLOAT = """
-__device__ __forceinline__ void fa2tvm_fence_float(float& r) { asm volatile("" : "+f"(r) :: "memory"); }
+__device__ __forceinline__ void fa2tvm_fence_float(float& r) {
+  asm volatile("" : "+f"(r) :: "memory");
+}
 """
 _FENCE_WORD = """
-__device__ __forceinline__ void fa2tvm_fence_word(unsigned int& r) { asm volatile("" : "+r"(r) :: "memory"); }
+__device__ __forceinline__ void fa2tvm_fence_word(unsigned int& r) {
+  asm volatile("" : "+r"(r) :: "memory");
+}
 """
 
 
 class SharedTile:
-    """A tile [rows, columns] of 2-byte elements in shared memory as TMA writes it and wgmma reads it.
+    """A tile [rows, columns] of 2-byte elements in shared memory, for TMA and wgmma.
 
-    The columns lie in boxes of 64 (128-byte swizzle) or, where 64 does not divide them, of 32 (64-byte
-    swizzle); a box is [rows, box_columns], row after row. Source: PTX ISA, "Shared Memory Matrix Layout".
+    The columns lie in boxes of 64 (128-byte swizzle) or, where 64 does not divide them, of 32
+    (64-byte swizzle); a box is [rows, box_columns], row after row.
+    Source: PTX ISA, "Shared Memory Matrix Layout".
     """
 
     def __init__(self, rows, columns):
@@ -50,7 +55,9 @@ class SharedTile:
 
     def _descriptor(self, leading, address):
         mode = T.shift_left(T.uint64(self._swizzle_mode), T.uint64(62))
-        start = T.bitwise_and(T.shift_right(address, T.uint32(_UNIT_SHIFT)), T.uint32(_ADDRESS_MASK))
+        start = T.bitwise_and(
+            T.shift_right(address, T.uint32(_UNIT_SHIFT)), T.uint32(_ADDRESS_MASK)
+        )
         return mode + T.uint64(self._eight_rows | leading << 16) + T.Cast("uint64", start)
 
     def k_major_offset(self, step):
@@ -67,13 +74,11 @@ class SharedTile:
         return T.Cast("uint64", stage * (self.bytes >> _UNIT_SHIFT))
 
     def load(self, smem, first, tensor_map, row, head, batch, barrier):
-        """One thread: TMA the tile from tensor [batch, row.., head, 0..] to element `first` of smem on.
+        """One thread: TMA the tile from tensor [batch, row.., head, 0..] to element `first` on.
 
         Rows and columns outside the tensor arrive as zeros.
         """
-        tma = T.ptx[
-            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ]
+        tma = T.ptx["cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"]
         for box in range(self.boxes):
             T.evaluate(
                 tma(
@@ -163,7 +168,7 @@ def fence_words(fragment):
 
 
 def gemm_nt(accumulator, a, b_descriptor, a_tile, b_tile, dtype):
-    """accumulator = A B^T; B is a k-major tile, A one of a_tile or, without it, a packed fragment."""
+    """S = A B^T into accumulator; B is a k-major tile, A one too or (a_tile None) a fragment."""
     columns = 2 * int(accumulator.shape[0])
     wgmma = _wgmma(columns, dtype)
     registers = [accumulator[i] for i in range(columns // 2)]
@@ -179,7 +184,7 @@ def gemm_nt(accumulator, a, b_descriptor, a_tile, b_tile, dtype):
 
 
 def gemm_accumulate(accumulator, a, b_descriptor, b_tile, dtype):
-    """accumulator += A B; A is a fragment of packed pairs, B an mn-major tile."""
+    """O += A B into accumulator; A is a fragment of packed pairs, B an mn-major tile."""
     columns = 2 * int(accumulator.shape[0])
     wgmma = _wgmma(columns, dtype)
     registers = [accumulator[i] for i in range(columns // 2)]
@@ -195,7 +200,7 @@ def _wgmma(columns, dtype):
 
 
 def pack_pairs(packed, fragment, dtype):
-    """packed[i] = the 2-byte pair of fragment[2i], fragment[2i + 1]: the A operand's order as well."""
+    """The 2-byte pairs of fragment[2i], fragment[2i + 1]: the order of the A operand as well."""
     convert = T.ptx[f"cvt.rn.{_PTX_TYPE[dtype]}x2.f32"]
     for i in range(int(fragment.shape[0]) // 2):
         T.evaluate(convert(packed[i], fragment[2 * i + 1], fragment[2 * i]))
@@ -231,10 +236,10 @@ def shuffle_xor(value, mask):
 
 
 def transpose_fragment(words, columns, lane, spare):
-    """Packed accumulator of `columns` columns: give each lane 16 consecutive bytes of each of its rows.
+    """Give each lane 16 consecutive bytes of its rows of a packed accumulator.
 
-    Afterwards words 8 c + r, 8 c + r + 2, + 4, + 6 are columns 32 c + 8 (lane % 4) on of row r: a 4x4
-    transpose across the lanes of a quad.
+    Afterwards words 8 c + r, 8 c + r + 2, + 4, + 6 are columns 32 c + 8 (lane % 4) on of row r: a
+    4x4 transpose across the lanes of a quad.
     """
     for row in range(2):
         for c in range(columns // 32):
@@ -253,7 +258,7 @@ def _transpose_quad(words, ids, lane, spare):
 
 
 def store_row(out, words, row_index, r, lane, columns):
-    """Row r of a fragment that `transpose_fragment` has ordered, to out[batch, seq, head, :columns]."""
+    """Row r of a fragment from `transpose_fragment` to out[batch, seq, head, :columns]."""
     write = T.ptx["st.global.v4.b32"]
     for c in range(-(-columns // 32)):
         column = 32 * c + T.truncmod(lane, 4) * 8
