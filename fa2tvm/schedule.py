@@ -431,7 +431,8 @@ class Sm90Forward(Schedule):
             cls(3, 128, q_stages=2, k_stages=3, v_stages=3, **walk),
             cls(2, 128, k_stages=3, v_stages=3, q_in_registers=True, **walk),
         ]
-        candidates += [cls(2, block_kv, **walk) for block_kv in (128, 112, 96, 80)]
+        candidates += [cls(2, block_kv, **walk) for block_kv in (128, 112, 96)]
+        candidates.append(cls(2, 64, k_stages=3, **walk))
         return next((s for s in candidates if s.feasible(variant, device)), candidates[-1])
 
     @classmethod
