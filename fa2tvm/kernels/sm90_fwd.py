@@ -22,6 +22,7 @@ from fa2tvm.kernels.ring import Ring
 from fa2tvm.kernels.softmax import LOG2_E
 from fa2tvm.kernels.wgmma import (
     SharedTile,
+    broadcast,
     encode_tensor_map,
     fence_floats,
     fence_words,
@@ -70,6 +71,35 @@ def plan(variant, schedule, device):
     )
 
 
+# The rings order these accesses; they are atomics because racecheck follows no mbarriers and would
+# report ordinary ones.
+_PUBLISH = """
+__device__ __forceinline__ void fa2tvm_publish(int* field, int value) { atomicExch(field, value); }
+"""
+_OBSERVE = """
+__device__ __forceinline__ int fa2tvm_observe(int* field) { return atomicAdd(field, 0); }
+"""
+
+
+def publish(records, stage, field, value):
+    """Write a field of a tile's record."""
+    T.evaluate(
+        T.cuda.func_call(
+            "fa2tvm_publish",
+            records.ptr_to([stage, field]),
+            value,
+            source_code=_PUBLISH,
+            return_type="void",
+        )
+    )
+
+
+def observe(records, stage, field):
+    """A field of a tile's record."""
+    pointer = records.ptr_to([stage, field])
+    return T.cuda.func_call("fa2tvm_observe", pointer, source_code=_OBSERVE, return_type="int32")
+
+
 @T.meta_class
 class Tile:
     """A query block i of head h of batch b with key blocks [0, j_end); [0, j_full) need no mask.
@@ -89,20 +119,32 @@ class Tile:
     @T.inline
     def put(self, records, stage):
         """Scheduler: write the tile to a record."""
-        records[stage, 0] = self.i
-        records[stage, 1] = self.h
-        records[stage, 2] = self.b
-        records[stage, 3] = self.j_end
-        records[stage, 4] = self.j_full
+        publish(records, stage, 0, self.i)
+        publish(records, stage, 1, self.h)
+        publish(records, stage, 2, self.b)
+        publish(records, stage, 3, self.j_end)
+        publish(records, stage, 4, self.j_full)
 
     @T.inline
     def get(self, records, stage):
-        """Read the tile from a record."""
-        self.i = records[stage, 0]
-        self.h = records[stage, 1]
-        self.b = records[stage, 2]
-        self.j_end = records[stage, 3]
-        self.j_full = records[stage, 4]
+        """One thread: read the tile from a record."""
+        self.i = observe(records, stage, 0)
+        self.h = observe(records, stage, 1)
+        self.b = observe(records, stage, 2)
+        self.j_end = observe(records, stage, 3)
+        self.j_full = observe(records, stage, 4)
+
+    @T.inline
+    def get_by_warp(self, records, stage, lane):
+        """A warp: read the tile from a record, one lane a field."""
+        field: T.int32 = 0
+        if lane < self.FIELDS:
+            field = observe(records, stage, lane)
+        self.i = broadcast(field, 0)
+        self.h = broadcast(field, 1)
+        self.b = broadcast(field, 2)
+        self.j_end = broadcast(field, 3)
+        self.j_full = broadcast(field, 4)
 
 
 @T.inline
@@ -473,8 +515,7 @@ class Consumer:
     def take_tile(self):
         """Go to this thread block's next tile."""
         self.tile_ring.wait()
-        self.tile.get(self.shared.tiles, self.tile_ring.stage)
-        T.cuda.warp_sync()
+        self.tile.get_by_warp(self.shared.tiles, self.tile_ring.stage, self.lane)
         self.tile_ring.release(self.lane)
         self.tile_ring.advance()
 
@@ -559,8 +600,8 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
 
     `forward(Q, K, V, O, LSE, workspace, softmax_scale, causal_offset)`: Q [B, Sq, H, D],
     K [B, Sk, Hk, D], V [B, Sk, Hk, Dv], O [B, Sq, H, Dv] of the variant's dtype, 16-byte aligned,
-    any strides that are multiples of 16 bytes with the innermost 1; LSE [B, H, Sq] float32, contiguous;
-    workspace int32 [1], zero, and zero again afterwards; softmax_scale > 0; no size may be 0.
+    any strides that are multiples of 16 bytes with the innermost 1; LSE [B, H, Sq] float32,
+    contiguous; workspace int32 [1], zero, and zero again afterwards; softmax_scale > 0; no size may be 0.
 
     Raises
     ------

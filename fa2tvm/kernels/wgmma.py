@@ -235,6 +235,11 @@ def shuffle_xor(value, mask):
     return getattr(T.cuda, "__shfl_xor_sync")(T.uint32(FULL_WARP), value, mask, 32)
 
 
+def broadcast(value, lane):
+    """The value that a lane of the warp holds."""
+    return getattr(T.cuda, "__shfl_sync")(T.uint32(FULL_WARP), value, lane, 32)
+
+
 def transpose_fragment(words, columns, lane, spare):
     """Give each lane 16 consecutive bytes of its rows of a packed accumulator.
 
