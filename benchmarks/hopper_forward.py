@@ -245,15 +245,17 @@ def check_limits(module: Module):
         "more than 65535 heads",
         compare(module, *inputs(variant, 1100, 64, 32, 17, 33), scale, 16),
     )
-    q, k, v = inputs(variant, 2, 8, 8, 1500, 1500)
-    results = []
-    for _ in range(20):
-        out, lse, workspace = outputs(variant, q)
-        module(q, k, v, out, lse, workspace, scale, 0)
-        results.append((out, lse))
-    same = all(torch.equal(o, results[0][0]) and torch.equal(s, results[0][1]) for o, s in results)
-    yield "20 runs bitwise equal", None if same else "they differ"
-    yield "side stream and graph", check_graph(module, q, k, v, scale, results[0][0])
+    for amplitude in (8.0, 1.0):
+        # At 8 the logits spread over hundreds of nats: no maximum can be trusted.
+        q, k, v = inputs(variant, 2, 40, 8, 1500, 1500, amplitude)
+        results = []
+        for _ in range(20):
+            out, lse, workspace = outputs(variant, q)
+            module(q, k, v, out, lse, workspace, scale, 0)
+            results.append((out, lse))
+        same = all(torch.equal(o, out) and torch.equal(s, lse) for o, s in results)
+        yield f"20 runs bitwise equal, amplitude {amplitude}", None if same else "they differ"
+    yield "side stream and graph", check_graph(module, q, k, v, scale, out)
 
 
 def check_graph(module: Module, q, k, v, scale, want) -> str | None:

@@ -101,7 +101,7 @@ def test_default_fits(dims: tuple[int, int], causal: bool) -> None:
         ({"block_kv": 256}, "shared memory"),
         ({"block_kv": 72}, "multiple of 16"),
         ({"block_kv": 208, "k_stages": 1, "v_stages": 1}, "registers"),
-        ({"trust_maximum": True, "lazy_rescale": 24}, "1 to 15"),
+        ({"lazy_rescale": 24}, "0 to 15"),
         ({"consumer_warpgroups": 1}, "pingpong"),
         ({"consumer_warpgroups": 4}, "1 to 3"),
     ],

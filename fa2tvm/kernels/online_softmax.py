@@ -16,14 +16,6 @@ __device__ __forceinline__ float fa2tvm_max_nan(float a, float b) {
   float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;
 }
 """
-_ANY_OF_WARPGROUP = """
-__device__ __forceinline__ int fa2tvm_any_of_warpgroup(bool mine, int barrier) {
-  int any;
-  asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, %2, 128, p;"
-               " selp.s32 %0, 1, 0, q; }" : "=r"(any) : "r"((int)mine), "r"(barrier) : "memory");
-  return any;
-}
-"""
 
 
 def row_elements(fragment, row):
@@ -100,23 +92,14 @@ def keep_lazy_maxima(m_i, m_old, moved, any_moved, scale_log2, lazy_rescale):
     store(any_moved, 0, T.cuda.any_sync(T.uint32(FULL_WARP), T.bitwise_or(moved[0], moved[1])))
 
 
-def any_distrusted(block_l, m_i, limit_log2, barrier):
-    """Whether a row of the warpgroup needs a new maximum: its sum is too large, or its first.
+def any_distrusted(l_i, m_i, limit_log2):
+    """Whether a row of the warp has too large a sum or no maximum.
 
-    A hardware barrier of the warpgroup takes the vote: only a whole warpgroup can repeat a GEMM.
+    A NaN passes: it is in O_i already.
     """
     limit = T.float32(2.0**limit_log2)
-    rows = [T.Or(T.Not(block_l[r] <= limit), m_i[r] == T.float32(NEGATIVE_INFINITY)) for r in ROWS]
-    vote = T.cuda.func_call(
-        "fa2tvm_any_of_warpgroup",
-        T.Or(rows[0], rows[1]),
-        barrier,
-        source_code=_ANY_OF_WARPGROUP,
-        return_type="int32",
-    )
-    # The second vote tells ptxas that the answer is uniform, or descriptors leave the uniform
-    # registers (82 more instructions a block).
-    return T.cuda.any_sync(T.uint32(FULL_WARP), vote)
+    rows = [T.Or(l_i[r] > limit, m_i[r] == T.float32(NEGATIVE_INFINITY)) for r in ROWS]
+    return T.cuda.any_sync(T.uint32(FULL_WARP), T.Cast("int32", T.Or(rows[0], rows[1])))
 
 
 def correction_factors(alpha, m_old, scaled_m, scale_log2, moved=None):

@@ -1,7 +1,7 @@
 """Rings of shared-memory stages between roles of a thread block: the only file with phase bits.
 
-Each stage has two mbarriers. `full` completes when the producer's one arrival and all bytes that it
-announced have come; `empty` completes when every consumer warp has released the stage. An mbarrier
+Each stage has two mbarriers. `full` completes when the producers' arrivals (as a rule one) and all
+bytes that they announced have come; `empty` completes when every consumer warp has released the stage. An mbarrier
 flips its phase bit each time it completes, and a wait names the bit of the phase that must be over,
 so a cursor flips its bit each time it wraps. A producer starts with the bit flipped: the first wait
 on every `empty` barrier returns at once.
@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 
 @T.meta_class
 class Ring:
-    """Barriers of `stages` stages, each released by `releases` warps.
+    """Barriers of `stages` stages.
 
     Parameters
     ----------
@@ -21,12 +21,15 @@ class Ring:
     stages
         Stages of the ring, at least 1.
     releases
-        Consumer warps that release a stage before it is filled again.
+        Consumers that release a stage before it is filled again.
+    fills
+        Producers that fill a stage together.
     """
 
-    def __init__(self, pool, stages, releases):
+    def __init__(self, pool, stages, releases, fills=1):
         self.stages = stages
         self.releases = releases
+        self.fills = fills
         self.full = pool.alloc((stages,), "uint64", align=8)
         self.empty = pool.alloc((stages,), "uint64", align=8)
 
@@ -34,7 +37,7 @@ class Ring:
     def initialise(self):
         """Set the arrival counts; for one thread of the block, before any wait."""
         for s in T.unroll(self.stages):
-            T.ptx.mbarrier.init.shared.b64(self.full.ptr_to([s]), T.uint32(1))
+            T.ptx.mbarrier.init.shared.b64(self.full.ptr_to([s]), T.uint32(self.fills))
             T.ptx.mbarrier.init.shared.b64(self.empty.ptr_to([s]), T.uint32(self.releases))
 
     def producer(self):

@@ -66,6 +66,8 @@ def plan(variant, schedule, device):
         K_tile=SharedTile(schedule.block_kv, head_dim),
         V_tile=SharedTile(schedule.block_kv, head_dim_v),
         consumer_warps=4 * schedule.consumer_warpgroups,
+        # Sums of trusted exponentials must end below 2**16 in float16; elsewhere they leave O_i room.
+        trust_limit_log2=15 if variant.dtype == "float16" else 60,
         multiprocessors=device.cores,
         shared_bytes=footprint.scratch_bytes,
     )
@@ -104,10 +106,11 @@ def observe(records, stage, field):
 class Tile:
     """A query block i of head h of batch b with key blocks [0, j_end); [0, j_full) need no mask.
 
-    j_end is 0 after the last tile. Tiles come from the scheduler through a ring of records.
+    j_end is 0 after the last tile; `exact` tiles must not trust their maxima. Tiles come from the
+    scheduler through a ring of records.
     """
 
-    FIELDS = 5
+    FIELDS = 6
 
     def __init__(self):
         self.i = T.local_scalar("int32")
@@ -115,6 +118,7 @@ class Tile:
         self.b = T.local_scalar("int32")
         self.j_end = T.local_scalar("int32")
         self.j_full = T.local_scalar("int32")
+        self.exact = T.local_scalar("int32")
 
     @T.inline
     def put(self, records, stage):
@@ -124,6 +128,7 @@ class Tile:
         publish(records, stage, 2, self.b)
         publish(records, stage, 3, self.j_end)
         publish(records, stage, 4, self.j_full)
+        publish(records, stage, 5, self.exact)
 
     @T.inline
     def get(self, records, stage):
@@ -133,6 +138,7 @@ class Tile:
         self.b = observe(records, stage, 2)
         self.j_end = observe(records, stage, 3)
         self.j_full = observe(records, stage, 4)
+        self.exact = observe(records, stage, 5)
 
     @T.inline
     def get_by_warp(self, records, stage, lane):
@@ -145,6 +151,7 @@ class Tile:
         self.b = broadcast(field, 2)
         self.j_end = broadcast(field, 3)
         self.j_full = broadcast(field, 4)
+        self.exact = broadcast(field, 5)
 
 
 @T.inline
@@ -168,44 +175,99 @@ def decode(p, z, index, tile):
         to_first: T.let = visible_keys(first, z.seq_kv, True, z.causal_offset, clamp)
         to_last: T.let = visible_keys(last, z.seq_kv, True, z.causal_offset, clamp)
         tile.j_end = T.truncdiv(T.max(to_last, 1) + (p.block_kv - 1), p.block_kv)
-        tile.j_full = T.truncdiv(to_first, p.block_kv)
+        # One key less: then each row has a maximum from its masked blocks, which the others trust.
+        tile.j_full = T.truncdiv(T.max(to_first - 1, 0), p.block_kv)
     else:
         tile.j_end = z.key_blocks
         tile.j_full = z.key_blocks
 
 
-@T.inline
-def assign(p, z, shared, block, counter):
-    """The scheduler: one thread hands this thread block's tiles to the other roles.
+@T.meta_class
+class Scheduler:
+    """One thread that hands this thread block's tiles to the other roles.
 
     Static: every z.blocks-th tile. Dynamic: the next of a counter that all thread blocks share,
     drawn when the producer comes to the last key block of a tile, so that a block that lags takes
     fewer (drawn one or two tiles ahead, causal d=256 lost 20 %: H200, 2026-11-30); the last draw
     leaves the counter as the next launch needs it. The divisions run beside the GEMMs.
+
+    With `trust_maximum` the consumers report on each tile, and one that failed is handed over again
+    as an exact one: a tile's result depends on nothing but its data.
     """
-    ring = shared.tile_ring.producer()
-    request = shared.request_ring.consumer()
-    tile = Tile()
-    index: T.int32 = block
-    while index < z.tiles:
-        decode(p, z, index, tile)
-        ring.acquire_plain()
-        tile.put(shared.tiles, ring.stage)
-        ring.commit()
-        ring.advance()
-        if p.dynamic:
-            request.wait()
-            request.advance()
-            drawn: T.int32 = T.cuda.atomic_add(counter.ptr_to([0]), T.int32(1))
+
+    def __init__(self, p, z, shared, counter):
+        self.p, self.z, self.shared, self.counter = p, z, shared, counter
+        self.ring = shared.tile_ring.producer()
+        self.request = shared.request_ring.consumer()
+        self.report = shared.report_ring.consumer()
+        self.tile = Tile()
+        self.index = T.local_scalar("int32")
+        self.fresh = T.local_scalar("int32")
+        self.due = T.local_scalar("int32")
+        self.failed = T.local_scalar("int32")
+
+    @T.inline
+    def hand_over(self):
+        """Give the tile to the other roles."""
+        self.ring.acquire_plain()
+        self.tile.put(self.shared.tiles, self.ring.stage)
+        self.ring.commit()
+        self.ring.advance()
+
+    @T.inline
+    def hear(self):
+        """The number of the tile whose report is due, if it failed, else -1."""
+        self.failed = -1
+        if self.due >= 0:
+            self.report.wait()
+            if observe(self.shared.failures, 0, self.report.stage) != 0:
+                publish(self.shared.failures, 0, self.report.stage, 0)
+                self.failed = self.due
+            self.report.release(0)
+            self.report.advance()
+
+    @T.inline
+    def draw(self):
+        """Set `fresh` to the next tile that was never handed over; past the last one there is none."""
+        z = T.meta_var(self.z)
+        if self.p.dynamic:
+            drawn: T.int32 = T.cuda.atomic_add(self.counter.ptr_to([0]), T.int32(1))
             if drawn == z.tiles - 1:
-                counter[0] = 0
-            index = drawn + z.blocks
+                self.counter[0] = 0
+            self.fresh = drawn + z.blocks
         else:
-            index = index + z.blocks
-    ring.acquire_plain()
-    tile.j_end = 0
-    tile.put(shared.tiles, ring.stage)
-    ring.commit()
+            self.fresh = self.fresh + z.blocks
+
+    @T.inline
+    def run(self, block):
+        """All tiles of the thread block, then the end."""
+        p = T.meta_var(self.p)
+        z = T.meta_var(self.z)
+        self.index = block
+        self.fresh = block
+        self.due = -1
+        self.failed = -1
+        self.tile.exact = 0
+        while self.index < z.tiles:
+            decode(p, z, self.index, self.tile)
+            self.hand_over()
+            if p.trust_maximum:
+                self.hear()
+                self.due = self.index
+            if p.dynamic:
+                self.request.wait()
+                self.request.advance()
+            if self.failed < 0:
+                if self.fresh < z.tiles:
+                    self.draw()
+                if p.trust_maximum:
+                    if self.fresh >= z.tiles:
+                        self.hear()
+                        self.due = -1
+            self.index = T.Select(self.failed < 0, self.fresh, self.failed)
+            self.tile.exact = T.Select(self.failed < 0, 0, 1)
+        self.tile.j_end = 0
+        self.hand_over()
 
 
 @T.inline
@@ -279,14 +341,15 @@ class Consumer:
         self.K_ring = shared.K_ring.consumer()
         self.V_ring = shared.V_ring.consumer()
         self.tile_ring = shared.tile_ring.consumer()
+        self.report_ring = shared.report_ring.producer()
         self.tile = Tile()
         self.S_ij = T.alloc_local((p.block_kv // 2,), "float32")
         self.P_ij = T.alloc_local((max(p.block_kv // 4, p.head_dim_v // 4),), "uint32")
         self.O_i = T.alloc_local((p.head_dim_v // 2,), "float32")
         if p.q_in_registers:
             self.Q_i = T.alloc_local((p.head_dim // 4,), "uint32")
-        self.m_i, self.m_old, self.scaled_m, self.alpha, self.l_i, self.block_l = (
-            T.alloc_local((2,), "float32") for _ in range(6)
+        self.m_i, self.m_old, self.scaled_m, self.alpha, self.l_i = (
+            T.alloc_local((2,), "float32") for _ in range(5)
         )
         self.moved = T.alloc_local((2,), "int32") if p.lazy_rescale else None
         self.any_moved = T.alloc_local((1,), "int32")
@@ -418,8 +481,12 @@ class Consumer:
         self.j = self.j - 1
 
     @T.inline
-    def next_block(self, masked):
-        """Algorithm 1, lines 8 to 10, for key block j, while O_i takes in P V of block j + 1."""
+    def next_block(self, masked, trusted):
+        """Algorithm 1, lines 8 to 10, for key block j, while O_i takes in P V of block j + 1.
+
+        Any m_i gives the right O_i and L_i unless exp(S - m_i) overflows. A trusted block keeps m_i
+        as it is, so that its exponentials begin with S_ij; `finish_tile` looks whether that was well.
+        """
         p = T.meta_var(self.p)
         z = T.meta_var(self.z)
         self.K_ring.wait()
@@ -431,16 +498,8 @@ class Consumer:
         self.finish_S(self.j == 0)
         if masked:
             self.mask(False)
-        for r in T.unroll(2):
-            self.m_old[r] = self.m_i[r]
-        softmax.row_maxima(self.S_ij, self.m_i, self.chains, self.m_old)
-        if p.lazy_rescale > 0:
-            softmax.keep_lazy_maxima(
-                self.m_i, self.m_old, self.moved, self.any_moved, z.scale_log2, p.lazy_rescale
-            )
-        softmax.scaled_maxima(self.scaled_m, self.m_i, z.scale_log2)
-        softmax.correction_factors(self.alpha, self.m_old, self.scaled_m, z.scale_log2, self.moved)
-        softmax.scale_sums(self.l_i, self.alpha)
+        if not trusted:
+            self.move_maxima()
         softmax.exponentials(self.S_ij, self.scaled_m, z.scale_log2)
         softmax.row_sums(self.S_ij, self.l_i, self.chains, first=False)
         fence_floats(self.S_ij)
@@ -453,63 +512,58 @@ class Consumer:
         fence_floats(self.O_i)
         self.V_ring.release_stage(stage, self.lane)
         pack_pairs(self.P_ij, self.S_ij, p.dtype)
-        if p.lazy_rescale > 0:
-            if self.any_moved[0] != 0:
+        if not trusted:
+            if p.lazy_rescale > 0:
+                if self.any_moved[0] != 0:
+                    softmax.scale_rows(self.O_i, self.alpha)
+            else:
                 softmax.scale_rows(self.O_i, self.alpha)
-        else:
-            softmax.scale_rows(self.O_i, self.alpha)
         self.j = self.j - 1
 
     @T.inline
-    def next_block_on_trust(self):
-        """`next_block` without a mask and, as a rule, without a maximum: m_i stays what it is.
-
-        Any m_i gives the right O_i and L_i unless exp(S - m_i) overflows or, where a row has seen
-        nothing, underflows. The row sums show both, so the warpgroup computes S_ij a second time,
-        with its maximum, only where a sum is past 2**lazy_rescale. K_j stays until that is known.
-        """
+    def move_maxima(self):
+        """m_i = max(m_i, rowmax(S_ij)), l_i with it, and the factors that O_i will need."""
         p = T.meta_var(self.p)
         z = T.meta_var(self.z)
-        self.K_ring.wait()
-        self.await_turn()
-        self.issue_S()
-        self.issue_O()
-        self.pass_turn()
-        T.ptx.wgmma.wait_group.sync.aligned(1)
-        fence_floats(self.S_ij)
-        softmax.exponentials(self.S_ij, self.scaled_m, z.scale_log2)
-        softmax.row_sums(self.S_ij, self.block_l, self.chains, first=True)
-        fence_floats(self.S_ij)
-        stage: T.int32 = self.V_ring.stage
-        self.V_ring.advance()
-        self.V_ring.wait()
-        T.ptx.wgmma.wait_group.sync.aligned(0)
-        fence_floats(self.O_i)
-        self.V_ring.release_stage(stage, self.lane)
-        self.any_moved[0] = softmax.any_distrusted(
-            self.block_l,
-            self.m_i,
-            p.lazy_rescale,
-            FIRST_TURN + p.consumer_warpgroups + self.warpgroup,
-        )
-        if self.any_moved[0] != 0:
-            self.issue_S()
-            T.ptx.wgmma.wait_group.sync.aligned(0)
-            fence_floats(self.S_ij)
-            for r in T.unroll(2):
-                self.m_old[r] = self.m_i[r]
-            softmax.row_maxima(self.S_ij, self.m_i, self.chains, self.m_old)
-            softmax.scaled_maxima(self.scaled_m, self.m_i, z.scale_log2)
-            softmax.correction_factors(self.alpha, self.m_old, self.scaled_m, z.scale_log2)
-            softmax.scale_sums(self.l_i, self.alpha)
-            softmax.exponentials(self.S_ij, self.scaled_m, z.scale_log2)
-            softmax.row_sums(self.S_ij, self.block_l, self.chains, first=True)
-            softmax.scale_rows(self.O_i, self.alpha)
-        self.finish_S(self.j == 0)
         for r in T.unroll(2):
-            self.l_i[r] = self.l_i[r] + self.block_l[r]
-        pack_pairs(self.P_ij, self.S_ij, p.dtype)
-        self.j = self.j - 1
+            self.m_old[r] = self.m_i[r]
+        softmax.row_maxima(self.S_ij, self.m_i, self.chains, self.m_old)
+        if p.lazy_rescale > 0:
+            softmax.keep_lazy_maxima(
+                self.m_i, self.m_old, self.moved, self.any_moved, z.scale_log2, p.lazy_rescale
+            )
+        softmax.scaled_maxima(self.scaled_m, self.m_i, z.scale_log2)
+        softmax.correction_factors(self.alpha, self.m_old, self.scaled_m, z.scale_log2, self.moved)
+        softmax.scale_sums(self.l_i, self.alpha)
+
+    @T.inline
+    def other_blocks(self):
+        """Algorithm 1's inner loop but for its first block: masked blocks, then all others."""
+        if self.p.causal:
+            while self.j >= self.tile.j_full:
+                self.next_block(True, False)
+        if self.p.trust_maximum:
+            if self.tile.exact == 0:
+                while self.j >= 0:
+                    self.next_block(False, True)
+            else:
+                while self.j >= 0:
+                    self.next_block(False, False)
+        else:
+            while self.j >= 0:
+                self.next_block(False, False)
+
+    @T.inline
+    def finish_tile(self):
+        """Report whether the tile's maxima could be trusted: no sum too large, no row without one."""
+        if self.p.trust_maximum:
+            self.any_moved[0] = softmax.any_distrusted(self.l_i, self.m_i, self.p.trust_limit_log2)
+            self.report_ring.acquire_plain()
+            if self.lane == 0:
+                if self.any_moved[0] != 0 and self.tile.exact == 0 and self.tile.j_full > 0:
+                    publish(self.shared.failures, 0, self.report_ring.stage, 1)
+                self.report_ring.commit()
+            self.report_ring.advance()
 
     @T.inline
     def take_tile(self):
@@ -561,14 +615,8 @@ def consume(c, O, LSE):
     c.finish_S(c.tile.j_end == 1)
     while c.tile.j_end > 0:
         c.first_block()
-        if c.p.causal:
-            while c.j >= c.tile.j_full:
-                c.next_block(True)
-        while c.j >= 0:
-            if c.p.trust_maximum:
-                c.next_block_on_trust()
-            else:
-                c.next_block(False)
+        c.other_blocks()
+        c.finish_tile()
         i: T.int32 = c.tile.i
         b: T.int32 = c.tile.b
         h: T.int32 = c.tile.h
@@ -686,7 +734,9 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
         V_ring = Ring(pool, p.v_stages, p.consumer_warps)
         tile_ring = Ring(pool, 2, p.consumer_warps + 1)
         request_ring = Ring(pool, 1, 1)
+        report_ring = Ring(pool, 2, 1, fills=p.consumer_warps)
         tiles_smem = pool.alloc((2, Tile.FIELDS), "int32", align=8)
+        failures_smem = pool.alloc((1, 2), "int32", align=8)
         pool.commit()
         shared = T.meta_var(
             SimpleNamespace(
@@ -699,6 +749,8 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
                 V_ring=V_ring,
                 tile_ring=tile_ring,
                 request_ring=request_ring,
+                report_ring=report_ring,
+                failures=failures_smem,
             )
         )
         maps = T.meta_var(SimpleNamespace(Q=Q_map, K=K_map, V=V_map))
@@ -736,6 +788,9 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
                 V_ring.initialise()
                 tile_ring.initialise()
                 request_ring.initialise()
+                report_ring.initialise()
+                publish(failures_smem, 0, 0, 0)
+                publish(failures_smem, 0, 1, 0)
                 T.ptx.fence.mbarrier_init.release.cluster()
         T.ptx.fence.proxy.async_.shared__cta()
         T.cuda.cta_sync()
@@ -747,7 +802,8 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
                     produce(p, sizes, shared, maps)
             if warp == 1:
                 if T.cuda.elect_sync():
-                    assign(p, sizes, shared, block, counter)
+                    scheduler = Scheduler(p, sizes, shared, counter)
+                    scheduler.run(block)
         else:
             T.ptx.setmaxnreg.inc.sync.aligned.u32(p.consumer_registers)
             consumer = Consumer(p, sizes, shared, warpgroup - 1, warp, lane)
