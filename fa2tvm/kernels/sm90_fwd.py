@@ -485,7 +485,7 @@ class Consumer:
         """Algorithm 1, lines 8 to 10, for key block j, while O_i takes in P V of block j + 1.
 
         Any m_i gives the right O_i and L_i unless exp(S - m_i) overflows. A trusted block keeps m_i
-        as it is, so that its exponentials begin with S_ij; `finish_tile` looks whether that was well.
+        as it is, so that its exponentials begin with S_ij; `report_tile` looks whether that was well.
         """
         p = T.meta_var(self.p)
         z = T.meta_var(self.z)
@@ -554,7 +554,7 @@ class Consumer:
                 self.next_block(False, False)
 
     @T.inline
-    def finish_tile(self):
+    def report_tile(self):
         """Report whether the tile's maxima could be trusted: no sum too large, no row without one."""
         if self.p.trust_maximum:
             self.any_moved[0] = softmax.any_distrusted(self.l_i, self.m_i, self.p.trust_limit_log2)
@@ -616,12 +616,12 @@ def consume(c, O, LSE):
     while c.tile.j_end > 0:
         c.first_block()
         c.other_blocks()
-        c.finish_tile()
         i: T.int32 = c.tile.i
         b: T.int32 = c.tile.b
         h: T.int32 = c.tile.h
         c.await_turn()
         c.issue_O()
+        c.report_tile()
         c.take_tile()
         c.Q_ring.advance()
         if c.tile.j_end > 0:
