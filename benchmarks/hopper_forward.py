@@ -320,7 +320,7 @@ class Timer:
 
 
 def peers(variant: Variant, q, k, v, scale, fa3: bool):
-    """(name, callable, reason why it is absent) of each peer for the inputs."""
+    """(name, callable that gives O, reason why it is absent) of each peer for the inputs."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
@@ -329,7 +329,7 @@ def peers(variant: Variant, q, k, v, scale, fa3: bool):
         # 20 optional tensors and lengths that plain attention does not use come before the scale.
         return torch.ops.flash_attn_3.fwd(
             q, k, v, *[None] * 20, scale, variant.causal, -1, -1, 0, 0.0, True, None, 1, None, 0
-        )  # fmt: skip
+        )[0]
 
     d, dv = variant.head_dim_qk, variant.head_dim_v
     if not fa3:
@@ -348,7 +348,7 @@ def peers(variant: Variant, q, k, v, scale, fa3: bool):
                     is_causal=variant.causal,
                     scale=scale,
                     enable_gqa=q.shape[2] != k.shape[2],
-                )
+                ).transpose(1, 2)
 
         yield name, run, None
 
@@ -408,31 +408,41 @@ def measure_cell(timer, modules, variant, shape, mode, fa3, run, args):
     scale = 1 / math.sqrt(variant.head_dim_qk)
     offset = shape.seq_kv - shape.seq_q
     out, lse, workspace = outputs(variant, q)
-    contenders, errors = [], []
-    for module in modules:
-        contenders.append(
-            ("fa2tvm", module, lambda m=module: m(q, k, v, out, lse, workspace, scale, offset))
-        )
-        errors.append(None)
+    probe = [q[:1, -512:, :1], k[:1, :, :1], v[:1, :, :1]]
+    want, _ = reference(*probe, scale, variant.causal, shape.seq_kv - probe[0].shape[1])
+
+    def ours(module):
+        module(q, k, v, out, lse, workspace, scale, offset)
+        return out
+
+    contenders = [("fa2tvm", m, lambda m=m: ours(m), None) for m in modules]
     if not args.no_peers:
-        for name, call, reason in peers(variant, q, k, v, scale, fa3):
-            contenders.append((name, None, call))
-            errors.append(reason)
-    rows, times = [], [[] for _ in contenders]
-    for _ in range(args.rounds):
-        for n, (_, _, call) in enumerate(contenders):
+        contenders += [
+            (name, None, call, reason) for name, call, reason in peers(variant, q, k, v, scale, fa3)
+        ]
+    times = [[] for _ in contenders]
+    errors, wrong = [reason for *_, reason in contenders], [None] * len(contenders)
+    for turn in range(args.rounds):
+        for n, (_, _, call, _) in enumerate(contenders):
             if errors[n]:
                 continue
             try:
-                times[n] += (
-                    timer.burst(call, args.repeats)
-                    if mode == "burst"
-                    else timer.sustained(call, 2.0)
-                )
+                if turn == 0:
+                    wrong[n] = relative_error(call()[:1, -512:, :1], want)
+                    if not wrong[n] < 1e-2:
+                        errors[n] = f"relative error {wrong[n]:.1e}"
+                        continue
+                if mode == "burst":
+                    times[n] += timer.burst(call, args.repeats)
+                else:
+                    times[n] += timer.sustained(call, 2.0)
             except RuntimeError as error:
                 errors[n] = str(error).splitlines()[0][:200]
-    for (peer, module, _), measured, error in zip(contenders, times, errors, strict=True):
-        extra = {"error": error, "rel_err": None}
+    rows = []
+    for (peer, module, *_), measured, error, rel_err in zip(
+        contenders, times, errors, wrong, strict=True
+    ):
+        extra = {"rel_err": rel_err, "error": error}
         if module is not None:
             extra |= {"module": module.name, "schedule": module.schedule}
         rows.append(row(peer, variant, shape, mode, sorted(measured), run, **extra))

@@ -444,10 +444,15 @@ class Sm90Forward(Schedule):
     def choices(cls, problem: Problem, device: Device) -> dict[str, tuple[Any, ...]]:
         """The space around the hand-picked schedules; `reasons` cuts away what does not fit."""
         wide = max(problem.variant.head_dim_qk, problem.variant.head_dim_v)
+        keys: tuple[int, ...] = (64, 80, 96, 112, 128)
+        if wide <= 128:
+            keys += (144, 160, 176, 192)
+        elif wide > 192:
+            keys = (48, 64, 80)
         return {
             "consumer_warpgroups": (2, 3) if wide <= 96 else (2,),
-            "block_kv": (64, 80, 96, 112, 128, *((144, 160, 176, 192) if wide <= 128 else ())),
-            "q_stages": (1, 2),
+            "block_kv": keys,
+            "q_stages": (1, 2) if wide <= 192 else (1,),
             "k_stages": (2, 3, 4) if wide <= 128 else (2, 3),
             "v_stages": (2, 3, 4) if wide <= 128 else (2, 3),
             "q_in_registers": (False, True) if wide <= 128 else (False,),

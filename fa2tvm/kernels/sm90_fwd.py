@@ -15,14 +15,13 @@ from tvm.script import tirx as T
 from tvm.tirx.layout import S as LayoutOf
 from tvm.tirx.layout import TileLayout
 
-from fa2tvm.blocks import visible_keys
 from fa2tvm.device import Device
 from fa2tvm.kernels import online_softmax as softmax
 from fa2tvm.kernels.ring import Ring
+from fa2tvm.kernels.sm90_tiles import Scheduler, Tile, head_group_of, publish
 from fa2tvm.kernels.softmax import LOG2_E
 from fa2tvm.kernels.wgmma import (
     SharedTile,
-    broadcast,
     encode_tensor_map,
     fence_floats,
     fence_words,
@@ -40,11 +39,6 @@ from fa2tvm.schedule import Sm90Forward, sm90_head_dim
 WARPGROUP = 128
 # Hardware barrier 0 is __syncthreads; the consumers' turns take 1, 2, ..
 FIRST_TURN = 1
-
-
-def clamp(x, low, high):
-    """TensorIR's clamp, for the block ranges."""
-    return T.max(low, T.min(x, high))
 
 
 def plan(variant, schedule, device):
@@ -66,208 +60,11 @@ def plan(variant, schedule, device):
         K_tile=SharedTile(schedule.block_kv, head_dim),
         V_tile=SharedTile(schedule.block_kv, head_dim_v),
         consumer_warps=4 * schedule.consumer_warpgroups,
-        # Sums of trusted exponentials must end below 2**16 in float16; elsewhere they leave O_i room.
+        # Sums of trusted exponentials end below 2**16 in float16; elsewhere they leave O_i room.
         trust_limit_log2=15 if variant.dtype == "float16" else 60,
         multiprocessors=device.cores,
         shared_bytes=footprint.scratch_bytes,
     )
-
-
-# The rings order these accesses; they are atomics because racecheck follows no mbarriers and would
-# report ordinary ones.
-_PUBLISH = """
-__device__ __forceinline__ void fa2tvm_publish(int* field, int value) { atomicExch(field, value); }
-"""
-_OBSERVE = """
-__device__ __forceinline__ int fa2tvm_observe(int* field) { return atomicAdd(field, 0); }
-"""
-
-
-def publish(records, stage, field, value):
-    """Write a field of a tile's record."""
-    T.evaluate(
-        T.cuda.func_call(
-            "fa2tvm_publish",
-            records.ptr_to([stage, field]),
-            value,
-            source_code=_PUBLISH,
-            return_type="void",
-        )
-    )
-
-
-def observe(records, stage, field):
-    """A field of a tile's record."""
-    pointer = records.ptr_to([stage, field])
-    return T.cuda.func_call("fa2tvm_observe", pointer, source_code=_OBSERVE, return_type="int32")
-
-
-@T.meta_class
-class Tile:
-    """A query block i of head h of batch b with key blocks [0, j_end); [0, j_full) need no mask.
-
-    j_end is 0 after the last tile; `exact` tiles must not trust their maxima. Tiles come from the
-    scheduler through a ring of records.
-    """
-
-    FIELDS = 6
-
-    def __init__(self):
-        self.i = T.local_scalar("int32")
-        self.h = T.local_scalar("int32")
-        self.b = T.local_scalar("int32")
-        self.j_end = T.local_scalar("int32")
-        self.j_full = T.local_scalar("int32")
-        self.exact = T.local_scalar("int32")
-
-    @T.inline
-    def put(self, records, stage):
-        """Scheduler: write the tile to a record."""
-        publish(records, stage, 0, self.i)
-        publish(records, stage, 1, self.h)
-        publish(records, stage, 2, self.b)
-        publish(records, stage, 3, self.j_end)
-        publish(records, stage, 4, self.j_full)
-        publish(records, stage, 5, self.exact)
-
-    @T.inline
-    def get(self, records, stage):
-        """One thread: read the tile from a record."""
-        self.i = observe(records, stage, 0)
-        self.h = observe(records, stage, 1)
-        self.b = observe(records, stage, 2)
-        self.j_end = observe(records, stage, 3)
-        self.j_full = observe(records, stage, 4)
-        self.exact = observe(records, stage, 5)
-
-    @T.inline
-    def get_by_warp(self, records, stage, lane):
-        """A warp: read the tile from a record, one lane a field."""
-        field: T.int32 = 0
-        if lane < self.FIELDS:
-            field = observe(records, stage, lane)
-        self.i = broadcast(field, 0)
-        self.h = broadcast(field, 1)
-        self.b = broadcast(field, 2)
-        self.j_end = broadcast(field, 3)
-        self.j_full = broadcast(field, 4)
-        self.exact = broadcast(field, 5)
-
-
-@T.inline
-def decode(p, z, index, tile):
-    """From a tile's number to the tile; one that sees nothing still gets one block, all masked.
-
-    Tiles are numbered group of heads by group of heads, within a group longest query block first:
-    a group's K and V stay in L2, and the short tiles fill the gaps at the end.
-    """
-    group: T.let = T.truncdiv(index, z.head_group * z.query_blocks)
-    within: T.let = index - group * (z.head_group * z.query_blocks)
-    heads: T.let = T.min(z.head_group, z.batch_heads - group * z.head_group)
-    rank: T.let = T.truncdiv(within, heads)
-    head: T.let = group * z.head_group + (within - rank * heads)
-    tile.i = z.query_blocks - 1 - rank
-    tile.b = T.truncdiv(head, z.heads)
-    tile.h = head - tile.b * z.heads
-    if p.causal:
-        first: T.let = tile.i * p.block_q
-        last: T.let = T.min(first + p.block_q, z.seq_q) - 1
-        to_first: T.let = visible_keys(first, z.seq_kv, True, z.causal_offset, clamp)
-        to_last: T.let = visible_keys(last, z.seq_kv, True, z.causal_offset, clamp)
-        tile.j_end = T.truncdiv(T.max(to_last, 1) + (p.block_kv - 1), p.block_kv)
-        # One key less: then each row has a maximum from its masked blocks, which the others trust.
-        tile.j_full = T.truncdiv(T.max(to_first - 1, 0), p.block_kv)
-    else:
-        tile.j_end = z.key_blocks
-        tile.j_full = z.key_blocks
-
-
-@T.meta_class
-class Scheduler:
-    """One thread that hands this thread block's tiles to the other roles.
-
-    Static: every z.blocks-th tile. Dynamic: the next of a counter that all thread blocks share,
-    drawn when the producer comes to the last key block of a tile, so that a block that lags takes
-    fewer (drawn one or two tiles ahead, causal d=256 lost 20 %: H200, 2026-11-30); the last draw
-    leaves the counter as the next launch needs it. The divisions run beside the GEMMs.
-
-    With `trust_maximum` the consumers report on each tile, and one that failed is handed over again
-    as an exact one: a tile's result depends on nothing but its data.
-    """
-
-    def __init__(self, p, z, shared, counter):
-        self.p, self.z, self.shared, self.counter = p, z, shared, counter
-        self.ring = shared.tile_ring.producer()
-        self.request = shared.request_ring.consumer()
-        self.report = shared.report_ring.consumer()
-        self.tile = Tile()
-        self.index = T.local_scalar("int32")
-        self.fresh = T.local_scalar("int32")
-        self.due = T.local_scalar("int32")
-        self.failed = T.local_scalar("int32")
-
-    @T.inline
-    def hand_over(self):
-        """Give the tile to the other roles."""
-        self.ring.acquire_plain()
-        self.tile.put(self.shared.tiles, self.ring.stage)
-        self.ring.commit()
-        self.ring.advance()
-
-    @T.inline
-    def hear(self):
-        """The number of the tile whose report is due, if it failed, else -1."""
-        self.failed = -1
-        if self.due >= 0:
-            self.report.wait()
-            if observe(self.shared.failures, 0, self.report.stage) != 0:
-                publish(self.shared.failures, 0, self.report.stage, 0)
-                self.failed = self.due
-            self.report.release(0)
-            self.report.advance()
-
-    @T.inline
-    def draw(self):
-        """Set `fresh` to the next tile that was never handed over; past the last one there is none."""
-        z = T.meta_var(self.z)
-        if self.p.dynamic:
-            drawn: T.int32 = T.cuda.atomic_add(self.counter.ptr_to([0]), T.int32(1))
-            if drawn == z.tiles - 1:
-                self.counter[0] = 0
-            self.fresh = drawn + z.blocks
-        else:
-            self.fresh = self.fresh + z.blocks
-
-    @T.inline
-    def run(self, block):
-        """All tiles of the thread block, then the end."""
-        p = T.meta_var(self.p)
-        z = T.meta_var(self.z)
-        self.index = block
-        self.fresh = block
-        self.due = -1
-        self.failed = -1
-        self.tile.exact = 0
-        while self.index < z.tiles:
-            decode(p, z, self.index, self.tile)
-            self.hand_over()
-            if p.trust_maximum:
-                self.hear()
-                self.due = self.index
-            if p.dynamic:
-                self.request.wait()
-                self.request.advance()
-            if self.failed < 0:
-                if self.fresh < z.tiles:
-                    self.draw()
-                if p.trust_maximum:
-                    if self.fresh >= z.tiles:
-                        self.hear()
-                        self.due = -1
-            self.index = T.Select(self.failed < 0, self.fresh, self.failed)
-            self.tile.exact = T.Select(self.failed < 0, 0, 1)
-        self.tile.j_end = 0
-        self.hand_over()
 
 
 @T.inline
@@ -484,8 +281,8 @@ class Consumer:
     def next_block(self, masked, trusted):
         """Algorithm 1, lines 8 to 10, for key block j, while O_i takes in P V of block j + 1.
 
-        Any m_i gives the right O_i and L_i unless exp(S - m_i) overflows. A trusted block keeps m_i
-        as it is, so that its exponentials begin with S_ij; `report_tile` looks whether that was well.
+        Any m_i gives the right O_i and L_i unless exp(S - m_i) overflows. A trusted block keeps
+        m_i as it is, so that its exponentials begin with S_ij; `report_tile` tells if that failed.
         """
         p = T.meta_var(self.p)
         z = T.meta_var(self.z)
@@ -555,7 +352,7 @@ class Consumer:
 
     @T.inline
     def report_tile(self):
-        """Report whether the tile's maxima could be trusted: no sum too large, no row without one."""
+        """Tell whether the maxima could be trusted: no sum too large, no row without one."""
         if self.p.trust_maximum:
             self.any_moved[0] = softmax.any_distrusted(self.l_i, self.m_i, self.p.trust_limit_log2)
             self.report_ring.acquire_plain()
@@ -649,7 +446,8 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
     `forward(Q, K, V, O, LSE, workspace, softmax_scale, causal_offset)`: Q [B, Sq, H, D],
     K [B, Sk, Hk, D], V [B, Sk, Hk, Dv], O [B, Sq, H, Dv] of the variant's dtype, 16-byte aligned,
     any strides that are multiples of 16 bytes with the innermost 1; LSE [B, H, Sq] float32,
-    contiguous; workspace int32 [1], zero, and zero again afterwards; softmax_scale > 0; no size may be 0.
+    contiguous; workspace int32 [1], zero, and zero again afterwards; softmax_scale > 0; no size may
+    be 0.
 
     Raises
     ------
@@ -810,12 +608,3 @@ def build(variant: Variant, schedule: Sm90Forward, device: Device) -> tvm.IRModu
             consume(consumer, O, LSE)
 
     return tvm.IRModule({"forward": forward})
-
-
-def head_group_of(p, seq_kv, group):
-    """Query heads that are walked together: those whose K and V fill `head_group_mib` of the L2."""
-    if p.head_group_mib == 0:
-        return T.int32(1)
-    row_bytes = 2 * (p.head_dim + p.head_dim_v)
-    budget_rows = (p.head_group_mib << 20) // row_bytes
-    return group * T.max(T.truncdiv(T.int32(budget_rows), seq_kv), 1)
