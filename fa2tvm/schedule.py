@@ -360,17 +360,17 @@ class CpuBackward(Schedule):
 SCHEDULES["cpu", "backward"] = CpuBackward
 
 
-# Head dims whose tiles the Hopper kernels are written for; others use the next one, zero-filled by TMA.
+# Head dims that the Hopper kernels have tiles for; others use the next one, zero-filled by TMA.
 SM90_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
-# What a consumer thread needs beside its fragments: 208 of 240 registers and 128 of 160 do not spill,
-# 132 of 160 do (ptxas 13.0).
+# What a consumer thread needs beside its fragments: 208 of 240 registers and 128 of 160 do not
+# spill, 132 of 160 do (ptxas 13.0).
 SM90_OTHER_REGISTERS = 32
 
 
 def sm90_head_dim(head_dim: int) -> int:
-    """The tile's columns for a head dim: the next of `SM90_HEAD_DIMS`, or the head dim itself beyond them."""
+    """Columns of the tiles of a head dim: the next of `SM90_HEAD_DIMS`, or itself beyond them."""
     return next((d for d in SM90_HEAD_DIMS if d >= head_dim), head_dim)
 
 
@@ -393,8 +393,8 @@ class Sm90Forward(Schedule):
         The running maximum moves only where the new one is 2**lazy_rescale times larger; 0 moves
         it always. Source: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute).
     trust_maximum
-        Blocks that need no mask keep the running maximum without looking for a new one; a tile whose
-        row sums then come near overflow is computed again with its maxima.
+        Blocks that need no mask keep the running maximum without looking for a new one; a tile
+        whose row sums then come near overflow is computed again with its maxima.
     pingpong
         Warpgroups take turns at issuing their GEMMs, so that one's softmax runs under another's
         GEMMs. Source: FlashAttention-3, arXiv:2407.08608, section 3.1.

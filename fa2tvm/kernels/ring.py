@@ -1,10 +1,10 @@
 """Rings of shared-memory stages between roles of a thread block: the only file with phase bits.
 
 Each stage has two mbarriers. `full` completes when the producers' arrivals (as a rule one) and all
-bytes that they announced have come; `empty` completes when every consumer warp has released the stage. An mbarrier
-flips its phase bit each time it completes, and a wait names the bit of the phase that must be over,
-so a cursor flips its bit each time it wraps. A producer starts with the bit flipped: the first wait
-on every `empty` barrier returns at once.
+bytes that they announced have come; `empty` completes when every consumer has released the stage.
+An mbarrier flips its phase bit each time it completes, and a wait names the bit of the phase that
+must be over, so a cursor flips its bit each time it wraps. A producer starts with the bit flipped:
+the first wait on every `empty` barrier returns at once.
 """
 
 from tvm.script import tirx as T
