@@ -413,12 +413,13 @@ def consume(c, O, LSE):
     while c.tile.j_end > 0:
         c.first_block()
         c.other_blocks()
+        # Before the turn: the holder of a turn waits below for a record, which waits for all reports.
+        c.report_tile()
         i: T.int32 = c.tile.i
         b: T.int32 = c.tile.b
         h: T.int32 = c.tile.h
         c.await_turn()
         c.issue_O()
-        c.report_tile()
         c.take_tile()
         c.Q_ring.advance()
         if c.tile.j_end > 0:
