@@ -404,7 +404,9 @@ def row(peer, variant: Variant, shape: Shape, mode, times, run, **extra) -> dict
 
 def measure_cell(timer, modules, variant, shape, mode, fa3, run, args):
     """Rows of all modules of a variant and of the peers at one shape, interleaved in two rounds."""
-    q, k, v = inputs(variant, shape.batch, shape.heads_q, shape.heads_kv, shape.seq_q, shape.seq_kv)
+    s = shape
+    sizes = (s.batch, s.heads_q, s.heads_kv, s.seq_q, s.seq_kv)
+    q, k, v = inputs(variant, *sizes, args.amplitude)
     scale = 1 / math.sqrt(variant.head_dim_qk)
     offset = shape.seq_kv - shape.seq_q
     out, lse, workspace = outputs(variant, q)
@@ -442,7 +444,7 @@ def measure_cell(timer, modules, variant, shape, mode, fa3, run, args):
     for (peer, module, *_), measured, error, rel_err in zip(
         contenders, times, errors, wrong, strict=True
     ):
-        extra = {"rel_err": rel_err, "error": error}
+        extra = {"rel_err": rel_err, "error": error, "amplitude": args.amplitude}
         if module is not None:
             extra |= {"module": module.name, "schedule": module.schedule}
         rows.append(row(peer, variant, shape, mode, sorted(measured), run, **extra))
@@ -469,6 +471,7 @@ def main() -> int:
         default="burst",
         help="of burst (the sweep), sustained (1x16384), gqa (32/8, 2x8192)",
     )
+    parser.add_argument("--amplitude", type=float, default=1.0, help="of Q and K")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default="", help="modules whose name contains this")
