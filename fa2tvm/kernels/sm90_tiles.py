@@ -9,6 +9,12 @@ from tvm.script import tirx as T
 from fa2tvm.blocks import visible_keys
 from fa2tvm.kernels.wgmma import broadcast
 
+
+def clamp(x, low, high):
+    """TensorIR's clamp, for the block ranges."""
+    return T.max(low, T.min(x, high))
+
+
 # The rings order these accesses; they are atomics because racecheck follows no mbarriers and would
 # report ordinary ones.
 _PUBLISH = """
@@ -204,11 +210,6 @@ class Scheduler:
             self.tile.exact = T.Select(self.failed < 0, 0, 1)
         self.tile.j_end = 0
         self.hand_over()
-
-
-def clamp(x, low, high):
-    """TensorIR's clamp, for the block ranges."""
-    return T.max(low, T.min(x, high))
 
 
 def head_group_of(p, seq_kv, group):
