@@ -427,7 +427,7 @@ class Sm90Forward(Schedule):
     def default(cls, variant: Variant, device: Device) -> Sm90Forward:
         """The hand-picked schedule of a head dim: the first that fits (evidence in sm90_fwd.md)."""
         # float16 holds too little above a trusted maximum for the logits of real models.
-        walk = {
+        walk: dict[str, Any] = {
             "dynamic": variant.causal,
             "head_group_mib": 32 if variant.causal else 0,
             "trust_maximum": variant.dtype != "float16",
