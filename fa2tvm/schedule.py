@@ -432,7 +432,7 @@ class Sm90Forward(Schedule):
             "head_group_mib": 32 if variant.causal else 0,
             "trust_maximum": variant.dtype != "float16",
         }
-        # Narrow heads: three warpgroups where sequences are dense, two where half of a tile is masked.
+        # Narrow heads: three warpgroups where all keys are seen, two where much is masked.
         narrow = cls(3, 128, q_stages=2, k_stages=3, v_stages=3, **walk)
         if variant.causal:
             narrow = cls(2, 128, q_stages=2, k_stages=4, v_stages=4, **walk)

@@ -413,7 +413,7 @@ def consume(c, O, LSE):
     while c.tile.j_end > 0:
         c.first_block()
         c.other_blocks()
-        # Before the turn: the holder of a turn waits below for a record, which waits for all reports.
+        # Before the turn: its holder waits below for a record, which waits for all reports.
         c.report_tile()
         i: T.int32 = c.tile.i
         b: T.int32 = c.tile.b
