@@ -77,7 +77,10 @@ class Device:
     features
         CPU features that its code may use; a module is refused where one is missing.
     cores, l1_bytes, l2_bytes, vector_bytes
-        Cores this process may use, data-cache sizes of one core, native vector width.
+        Cores this process may use, data-cache sizes of one core, native vector width. On a GPU:
+        its multiprocessors, the L1 of one, the L2 of all, the widest load.
+    shared_bytes
+        GPU: shared memory that one thread block may use; 0 on a CPU.
     """
 
     slug: str
@@ -89,6 +92,7 @@ class Device:
     l1_bytes: int
     l2_bytes: int
     vector_bytes: int
+    shared_bytes: int = 0
 
     @property
     def lanes(self) -> int:
@@ -134,6 +138,22 @@ def baseline(level: str = "x86-64-v3") -> Device:
         l1_bytes=32 << 10,
         l2_bytes=256 << 10,
         vector_bytes=vector_bytes,
+    )
+
+
+def nvidia_h200() -> Device:
+    """NVIDIA H200 (SXM). Source: device properties read on one, 2026-11-30."""
+    return Device(
+        slug="nvidia_h200",
+        kind="cuda",
+        arch="sm_90a",
+        level="sm_90a",
+        features=(),
+        cores=132,
+        l1_bytes=256 << 10,
+        l2_bytes=60 << 20,
+        vector_bytes=16,
+        shared_bytes=232448,
     )
 
 

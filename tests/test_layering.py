@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lookup",),
     ("kernels",),
     ("parallel",),
-    ("compile",),
+    ("compile", "compile_cuda"),
     ("launch", "jit"),
     ("modules",),
     ("torch_op",),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BUILDERS: dict[tuple[str, str], str] = {
     ("cpu", "forward"): "fa2tvm.kernels.cpu_fwd",
     ("cpu", "backward"): "fa2tvm.kernels.cpu_bwd",
+    ("sm90", "forward"): "fa2tvm.kernels.sm90_fwd",
 }
 
 
