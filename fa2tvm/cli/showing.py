@@ -138,6 +138,9 @@ def explain(
     tir: Annotated[bool, typer.Option("--tir", help="Print the TensorIR program.")] = False,
     llvm: Annotated[bool, typer.Option("--llvm", help="Print the LLVM code.")] = False,
     asm: Annotated[bool, typer.Option("--asm", help="Print the machine code.")] = False,
+    code: Annotated[
+        bool, typer.Option("--code", help="Count instructions, registers and spills.")
+    ] = False,
 ) -> None:
     """Print where a problem's schedule comes from, its decisions, footprint and program."""
     console = Console()
@@ -145,7 +148,7 @@ def explain(
     for problem in require_some(problems):
         found = lookup(problem, target)
         console.print(_facts(problem.name, _schedule_facts(problem, found, target)))
-        if tir or llvm or asm:
+        if tir or llvm or asm or code:
             from fa2tvm import kernels
 
             program = kernels.build(problem.variant, found.schedule, target)
@@ -154,9 +157,16 @@ def explain(
             for wanted, language in ((llvm, "ll"), (asm, "s")):
                 if wanted:
                     typer.echo(_generated(program, target, language))
+            if code:
+                from fa2tvm.viz.explain import code_facts
+
+                facts = code_facts(_generated(program, target, "s"))
+                console.print(_facts("Machine code", facts))
 
 
 def _schedule_facts(problem: Problem, found: Found, device: Device) -> list[tuple[str, str]]:
+    from fa2tvm.viz.explain import runners_up
+
     flops, n_bytes = problem.flops(), problem.bytes()
     footprint = found.schedule.footprint(problem.variant, device)
     facts = [
@@ -170,6 +180,7 @@ def _schedule_facts(problem: Problem, found: Found, device: Device) -> list[tupl
         facts.append(("tuned for", f"{record.problem.name} on {record.device['slug']}"))
         facts.append(("measured", f"{record.ratio:.2f} x the default, {record.date}"))
         facts.append(("evidence", f"tuning_logs/{record.log}"))
+        facts += runners_up(found)
     facts += [(name, str(value)) for name, value in found.schedule.to_dict().items()]
     facts += [
         ("scratch of a task", f"{footprint.scratch_bytes / 1024:.1f} KiB"),
