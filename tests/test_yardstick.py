@@ -91,8 +91,8 @@ def biased_column(x: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 
 
 def truncated(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Every element rounded down to five bits less."""
-    step = 32 * torch.finfo(x.dtype).eps * torch.exp2(x.double().abs().log2().floor())
+    """Every element rounded down to seven bits less."""
+    step = 128 * torch.finfo(x.dtype).eps * torch.exp2(x.double().abs().log2().floor())
     return ((x.double() / step).trunc() * step).to(x.dtype)
 
 
