@@ -21,7 +21,7 @@ from fa2tvm.records import problem_from_dict
 # The yardstick of BUGS.md: twice the error of a plain implementation in the same dtype.
 YARDSTICK = 2.0
 # Absolute part, relative to the largest value: a plain result may be exact by luck.
-FLOOR = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FLOOR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # A timed round lasts at least this long, so that the clock and the launch do not matter.
 ROUND_SECONDS = 0.02
 MAX_CALLS = 200
@@ -68,12 +68,13 @@ def _module(path: str) -> Module:
 
 def awkward_cases(module: Module) -> list[Case]:
     """Sizes around the blocks: several of them with a tail, GQA, rows that see nothing."""
+    unit = module.variant.head_dim_qk**-0.5  # logits of a few units, so that rounding stays small
     block_q = min(getattr(module.schedule, "block_q", 64), 512)
     block_kv = min(getattr(module.schedule, "block_kv", 64), 512)
     return [
-        Case(Shape(1, 4, 2, 2 * block_q + 3, 2 * block_kv + 5), 0.31),
-        Case(Shape(1, 2, 1, block_q + 29, block_kv // 2 + 7), -0.2),
-        Case(Shape(2, 3, 1, 1, block_kv + 1), 0.5),
+        Case(Shape(1, 4, 2, 2 * block_q + 3, 2 * block_kv + 5), 1.5 * unit),
+        Case(Shape(1, 2, 1, block_q + 29, block_kv // 2 + 7), -unit),
+        Case(Shape(2, 3, 1, 1, block_kv + 1), 2 * unit),
     ]
 
 
