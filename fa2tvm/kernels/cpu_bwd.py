@@ -27,6 +27,7 @@ from fa2tvm.kernels.cpu_bwd_blocks import (
     count_seen,
     first_query_block,
     load_keys,
+    load_queries,
     load_rows,
     load_values,
     product,
@@ -37,7 +38,7 @@ from fa2tvm.kernels.script import ceil_div, sblocks
 from fa2tvm.problem import DTYPE_BYTES, Variant
 from fa2tvm.schedule import CpuBackward
 
-LOG2_E = T.float32(softmax.LOG2_E)
+LN_2 = T.float32(softmax.LN_2)
 
 
 def build(variant: Variant, schedule: CpuBackward, device: Device) -> tvm.IRModule:
@@ -53,14 +54,14 @@ def build(variant: Variant, schedule: CpuBackward, device: Device) -> tvm.IRModu
 
 @T.inline
 def probabilities(c, S, dP, P, dS, W, row0, stats, columns):
-    """Lines 11 and 14: P_ij = exp(S_ij - L_i) R_i and dS_ij = P_ij o (dP_ij - D_i)."""
+    """Lines 11 and 14: P_ij = 2**(S_ij - L_i) R_i and dS_ij = P_ij o (dP_ij - D_i)."""
     for i, j in T.grid(c.Br, columns):
         with T.sblock("P"):
             vi, vj = T.axis.remap("SS", [i, j])
             L = T.meta_var(W[row0 + vi])
             D = T.meta_var(W[stats + row0 + vi])
             R = T.meta_var(W[2 * stats + row0 + vi])
-            P_ij = T.meta_var(softmax.exp2((S[vi, vj] - L) * LOG2_E) * R)
+            P_ij = T.meta_var(softmax.exp2(S[vi, vj] - L) * R)
             P[vi, vj] = P_ij
             dS[vi, vj] = P_ij * (dP[vi, vj] - D)
 
@@ -75,7 +76,7 @@ def masked_probabilities(c, S, dP, P, dS, W, row0, stats, columns, n_seen):
             D = T.meta_var(W[stats + row0 + vi])
             R = T.meta_var(W[2 * stats + row0 + vi])
             seen = T.meta_var(T.cast(vj, "int32") < n_seen[vi])
-            P_ij = T.meta_var(softmax.exp2((S[vi, vj] - L) * LOG2_E) * R)
+            P_ij = T.meta_var(softmax.exp2(S[vi, vj] - L) * R)
             P[vi, vj] = T.Select(seen, P_ij, ZERO)
             dS[vi, vj] = T.Select(seen, P_ij * (dP[vi, vj] - D), ZERO)
 
@@ -302,7 +303,7 @@ def program(c: Sizes) -> Any:
                         T.writes()
                         n_keys: T.let = T.min(c.Bc, seq_kv - j0)
                         first: T.let = first_query_block(c, j0, seq_q, causal_offset)
-                        load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys, softmax_scale)
+                        load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys)
                         load_values(c, V, VT_j, b, hk, j0, n_keys)
                         if c.causal:
                             find_odd_keys(c, K_j, odd_keys)
@@ -317,7 +318,7 @@ def program(c: Sizes) -> Any:
                                 h: T.let = hk * group + vg
                                 row0: T.let = (b * heads + h) * rows + i0
                                 dq_i: T.let = own + (vg * rows + i0) * c.Dp
-                                load_rows(Q, Q_i, W, b, h, i0, row0, c.D)
+                                load_queries(c, Q, Q_i, W, b, h, i0, row0, softmax_scale)
                                 load_rows(dO, dO_i, W, b, h, i0, row0, c.Dv)
                                 # Keys of the block that some row sees, in whole tiles of S.
                                 tiles: T.let = ceil_div(
@@ -359,7 +360,8 @@ def program(c: Sizes) -> Any:
                                         need_dv,
                                     )
                         if need_dk != 0:
-                            store_rows(dK, dK_j, b, j0, hk, n_keys, c.D, softmax_scale)
+                            # Q_i has the scale in it, and log2 e.
+                            store_rows(dK, dK_j, b, j0, hk, n_keys, c.D, LN_2)
                         if need_dv != 0:
                             store_rows(dV, dV_j, b, j0, hk, n_keys, c.Dv, ONE)
         for task in range(T.Select(need_dq != 0, batch * heads * n_i, T.int64(0))):

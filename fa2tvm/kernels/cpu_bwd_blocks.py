@@ -12,13 +12,15 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fa2tvm import blocks
-from fa2tvm.kernels.script import ceil_div, clamp
+from fa2tvm.kernels import softmax
+from fa2tvm.kernels.script import ceil_div, clamp, partial_sum
 from fa2tvm.problem import Variant
 from fa2tvm.schedule import CpuBackward
 
 ZERO = T.float32(0)
 ONE = T.float32(1)
 INF = T.float32(float("inf"))
+LOG2_E = T.float32(softmax.LOG2_E)
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ def count_seen(c, W, n_seen, i0, j0, row0, n_keys, causal_offset):
 
 
 @T.inline
-def load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys, softmax_scale):
-    """Line 6: K_j widened, zero past the end, and its transpose times the softmax scale."""
+def load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys):
+    """Line 6: K_j widened, zero past the end, and its transpose."""
     for j in range(c.Bc):
         if j < n_keys:
             for d in range(c.D):
@@ -90,7 +92,7 @@ def load_keys(c, K, K_j, KT_j, b, hk, j0, n_keys, softmax_scale):
             for d in range(c.D):
                 K_j[j, d] = ZERO
     for j, d in T.grid(c.Bc, c.D):
-        KT_j[d, j] = K_j[j, d] * softmax_scale
+        KT_j[d, j] = K_j[j, d]
 
 
 @T.inline
@@ -106,8 +108,29 @@ def load_values(c, V, VT_j, b, hk, j0, n_keys):
 
 
 @T.inline
+def load_queries(c, Q, Q_i, W, b, h, i0, row0, softmax_scale):
+    """Line 9: Q_i scaled to base 2, zero for rows that see nothing.
+
+    With the forward's roundings, those of its last columns too, so that S_ij is the forward's bit
+    by bit: P = exp(S - LSE) of a row that sees one key is then 1 up to LSE's rounding.
+    """
+    whole = T.meta_var(c.D - T.truncmod(c.D, c.lanes))
+    for i in range(c.Br):
+        if W[row0 + i] != INF:
+            for d in range(whole):
+                Q_i[i, d] = T.cast(Q[b, i0 + i, h, d], "float32") * (softmax_scale * LOG2_E)
+            for d in range(c.D - whole):
+                Q_i[i, whole + d] = (
+                    T.cast(Q[b, i0 + i, h, whole + d], "float32") * softmax_scale * LOG2_E
+                )
+        else:
+            for d in range(c.D):
+                Q_i[i, d] = ZERO
+
+
+@T.inline
 def load_rows(X, X_i, W, b, h, i0, row0, D):
-    """Line 9: rows of Q or dO widened; zero for those that see nothing."""
+    """Line 9: rows of dO widened; zero for those that see nothing."""
     for i in range(X_i.shape[0]):
         if W[row0 + i] != INF:
             for d in range(D):
@@ -126,15 +149,48 @@ def clear(name, X):
             X[vi, vd] = ZERO
 
 
+def is_wide(n: Any) -> bool:
+    """Whether sums of n products are added up in parts."""
+    return partial_sum(int(n)) < int(n)
+
+
 @T.inline
-def product(name, C, A, B, n, columns):
-    """C = A[:, :n] B for the first `columns` of C."""
+def multiply(name, C, A, B, k0, n, columns):
+    """C = A[:, k0 : k0 + n] B[k0 : k0 + n] for the first `columns` of C."""
     for i, j, k in T.grid(C.shape[0], columns, n):
         with T.sblock(name):
             vi, vj, vk = T.axis.remap("SSR", [i, j, k])
             with T.init():
                 C[vi, vj] = ZERO
-            C[vi, vj] = C[vi, vj] + A[vi, vk] * B[vk, vj]
+            C[vi, vj] = C[vi, vj] + A[vi, k0 + vk] * B[k0 + vk, vj]
+
+
+@T.inline
+def add_parts(name, C, A, B, n, step, columns):
+    """The same for n columns of A from 0 in partial sums of `step` products."""
+    for part in range(ceil_div(n, step)):
+        with T.sblock(name + "_part"):
+            k0 = T.axis.opaque(n, part * step)
+            T.reads()
+            T.writes()
+            frag = T.sblock_alloc_buffer(C.shape, scope="local")
+            multiply(name, frag, A, B, k0, T.min(step, n - k0), columns)
+            for i, j in T.grid(C.shape[0], columns):
+                with T.sblock(name + "_add"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    # In place, which `vectorize` accepts only if C is not declared as read.
+                    T.reads(frag[vi, vj])
+                    T.writes(C[vi, vj])
+                    C[vi, vj] = T.Select(k0 == 0, ZERO, C[vi, vj]) + frag[vi, vj]
+
+
+@T.inline
+def product(name, C, A, B, n, columns):
+    """C = A[:, :n] B for the first `columns` of C; for wide heads the forward's partial sums."""
+    if is_wide(n):
+        add_parts(name, C, A, B, n, T.int64(partial_sum(int(n))), columns)
+    else:
+        multiply(name, C, A, B, 0, n, columns)
 
 
 @T.inline

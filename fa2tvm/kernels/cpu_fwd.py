@@ -18,7 +18,7 @@ from tvm.script import tirx as T
 from fa2tvm import blocks
 from fa2tvm.device import Device
 from fa2tvm.kernels import softmax
-from fa2tvm.kernels.script import ceil_div, clamp, lanes_of, sblocks, transpose
+from fa2tvm.kernels.script import ceil_div, clamp, lanes_of, partial_sum, sblocks, transpose
 from fa2tvm.problem import DTYPE_BYTES, Variant
 from fa2tvm.schedule import CpuForward
 
@@ -38,10 +38,15 @@ def build(variant: Variant, schedule: CpuForward, device: Device) -> tvm.IRModul
 
 @dataclass(frozen=True)
 class Sizes:
-    """Compile-time sizes of the program as TensorIR int64 constants; `Wq` is the panel width."""
+    """Compile-time sizes of the program as TensorIR int64 constants.
+
+    `Wq` is the panel width; `wide` heads add up `Dsum` products at a time.
+    """
 
     dtype: str
     causal: bool
+    wide: bool
+    Dsum: Any
     lanes: Any
     D: Any
     Dv: Any
@@ -60,6 +65,7 @@ class Sizes:
         """The sizes that a variant, a schedule and a device give."""
         sizes = {
             "lanes": device.lanes,
+            "Dsum": partial_sum(variant.head_dim_qk),
             "D": variant.head_dim_qk,
             "Dv": variant.head_dim_v,
             "Br": schedule.block_q,
@@ -72,7 +78,9 @@ class Sizes:
             "o_tiles": blocks.ceil_div(variant.head_dim_v, schedule.o_rows),
             "whole_o_tiles": variant.head_dim_v // schedule.o_rows,
         }
-        return cls(variant.dtype, variant.causal, **{k: T.int64(x) for k, x in sizes.items()})
+        wide = sizes["Dsum"] < variant.head_dim_qk
+        constants = {k: T.int64(x) for k, x in sizes.items()}
+        return cls(variant.dtype, variant.causal, wide, **constants)
 
 
 def balanced(u: Any, n: Any) -> Any:
@@ -149,15 +157,43 @@ def store_scores(c, S, S_frag, jt):
 
 
 @T.inline
-def scores(c, K_j, QT, S, m_tile, p, jt, n_all, diagonal):
-    """Line 8: a register tile of S_ij, masked where some lane needs it, and its maximum."""
-    S_frag = T.sblock_alloc_buffer((c.Rs, c.Wq), scope="local")
-    for d, jj, i in T.grid(c.D, c.Rs, c.Wq):
+def multiply(c, K_j, QT, S_frag, p, jt, d0, n):
+    """An S tile's products of n columns from d0."""
+    for d, jj, i in T.grid(n, c.Rs, c.Wq):
         with T.sblock("S_update"):
             vd, vj, vi = T.axis.remap("RSS", [d, jj, i])
             with T.init():
                 S_frag[vj, vi] = ZERO
-            S_frag[vj, vi] += K_j[jt * c.Rs + vj, vd] * QT[p, vd, vi]
+            S_frag[vj, vi] += K_j[jt * c.Rs + vj, d0 + vd] * QT[p, d0 + vd, vi]
+
+
+@T.inline
+def add_parts(c, K_j, QT, S_frag, p, jt):
+    """An S tile of a wide head: partial sums, added up."""
+    for part in range(ceil_div(c.D, c.Dsum)):
+        with T.sblock("S_part"):
+            d0 = T.axis.opaque(c.D, part * c.Dsum)
+            T.reads()
+            T.writes()
+            S_part = T.sblock_alloc_buffer((c.Rs, c.Wq), scope="local")
+            multiply(c, K_j, QT, S_part, p, jt, d0, T.min(c.Dsum, c.D - d0))
+            for jj, i in T.grid(c.Rs, c.Wq):
+                with T.sblock("S_add"):
+                    vj, vi = T.axis.remap("SS", [jj, i])
+                    # In place, which `vectorize` accepts only if S_frag is not declared as read.
+                    T.reads(S_part[vj, vi])
+                    T.writes(S_frag[vj, vi])
+                    S_frag[vj, vi] = T.Select(d0 == 0, ZERO, S_frag[vj, vi]) + S_part[vj, vi]
+
+
+@T.inline
+def scores(c, K_j, QT, S, m_tile, p, jt, n_all, diagonal):
+    """Line 8: a register tile of S_ij, masked where some lane needs it, and its maximum."""
+    S_frag = T.sblock_alloc_buffer((c.Rs, c.Wq), scope="local")
+    if c.wide:
+        add_parts(c, K_j, QT, S_frag, p, jt)
+    else:
+        multiply(c, K_j, QT, S_frag, p, jt, 0, c.D)
     if c.causal:
         if jt * c.Rs + c.Rs > n_all:
             for jj, i in T.grid(c.Rs, c.Wq):
@@ -205,21 +241,38 @@ def online_softmax(c, S, m_tile, alpha, m, l, p, n_any):
         with T.sblock("m"):
             vi = T.axis.remap("S", [i])
             m[p, vi] = m_new[vi]
-    for jj in range(n_any):
-        for i in range(c.Wq):
-            with T.sblock("P_ij"):
-                vj, vi = T.axis.remap("SS", [jj, i])
-                # In place, which `vectorize` accepts only if S is not declared as read.
-                T.reads(m_safe[vi])
-                T.writes(S[vj, vi])
-                S[vj, vi] = softmax.exp2(S[vj, vi] - m_safe[vi])
-        for i in range(c.Wq):
-            with T.sblock("l_new"):
-                vj, vi = T.axis.remap("RS", [jj, i])
-                # From 0 in each block: rounding errors then grow with its length, not with N.
-                with T.init():
-                    l_new[vi] = ZERO
-                l_new[vi] = l_new[vi] + S[vj, vi]
+    for i in range(c.Wq):
+        with T.sblock("l_zero"):
+            vi = T.axis.remap("S", [i])
+            l_new[vi] = ZERO
+    for tile in range(ceil_div(n_any, c.Rs)):
+        with T.sblock("P_tile"):
+            j0 = T.axis.opaque(c.Bc, tile * c.Rs)
+            T.reads()
+            T.writes()
+            l_tile = T.sblock_alloc_buffer((c.Wq,))
+            for jj in range(T.min(c.Rs, n_any - j0)):
+                for i in range(c.Wq):
+                    with T.sblock("P_ij"):
+                        vj, vi = T.axis.remap("SS", [jj, i])
+                        # In place, which `vectorize` accepts only if S is not declared as read.
+                        T.reads(m_safe[vi])
+                        T.writes(S[j0 + vj, vi])
+                        S[j0 + vj, vi] = softmax.exp2(S[j0 + vj, vi] - m_safe[vi])
+                for i in range(c.Wq):
+                    with T.sblock("l_tile"):
+                        vj, vi = T.axis.remap("RS", [jj, i])
+                        # Sums of a tile, of a block, of all: the error of l is common to all
+                        # columns of O, and in one long sum twice that of PyTorch's softmax.
+                        with T.init():
+                            l_tile[vi] = ZERO
+                        l_tile[vi] = l_tile[vi] + S[j0 + vj, vi]
+            for i in range(c.Wq):
+                with T.sblock("l_new"):
+                    vi = T.axis.remap("S", [i])
+                    T.reads(l_tile[vi])
+                    T.writes(l_new[vi])
+                    l_new[vi] = l_new[vi] + l_tile[vi]
     for i in range(c.Wq):
         with T.sblock("l"):
             vi = T.axis.remap("S", [i])
@@ -436,6 +489,8 @@ LANE_BLOCKS = (
     "alpha",
     "m",
     "P_ij",
+    "l_zero",
+    "l_tile",
     "l_new",
     "l",
     "inverse_l",
@@ -443,6 +498,7 @@ LANE_BLOCKS = (
 )
 TILE_BLOCKS = (
     "S_update",
+    "S_add",
     "S_store",
     "S_mask",
     "S_max",
@@ -450,7 +506,7 @@ TILE_BLOCKS = (
     "O_update_masked",
     "O_store",
 )
-REDUCTIONS = ("S_update", "S_max", "m_new", "l_new", "O_update")
+REDUCTIONS = ("S_update", "S_max", "m_new", "l_tile", "O_update")
 
 
 def apply_tiles(sch: Any, lanes: int) -> None:

@@ -1,8 +1,14 @@
 """The online softmax of Algorithm 1 on wgmma accumulators: emitters over a thread's two rows.
 
 `S_ij` and `O_i` are accumulators (wgmma.py says which register holds what), `m_i` the running
-maximum of the unscaled S, `l_i` this thread's part of the running sum. Exponentials are base 2:
-exp(softmax_scale * (s - m)) = exp2(s * scale_log2 - m * scale_log2), one FMA and one exp2.
+maximum of the unscaled S, `l_i` this thread's part of the running sum. Exponentials are base 2, and
+a weight is 2**weight_log2 for a logit that equals m_i:
+
+    exp2(s * scale_log2 - scaled_m),   scaled_m = m_i * scale_log2 - weight_log2   (one FMA)
+    exp2((s - scaled_m) * scale_log2 + weight_log2),   scaled_m = m_i   (`exact`)
+
+The first form rounds m_i * scale_log2. All weights of a row share that error and L_i takes it back,
+but for logits of millions it alone leaves the range of the weights; the second does not round.
 """
 
 from tvm.script import tirx as T
@@ -11,6 +17,8 @@ from fa2tvm.kernels.wgmma import FULL_WARP, shuffle_xor, store
 
 NEGATIVE_INFINITY = -float("inf")
 ROWS = range(2)
+# Up to here the FMA form rounds a scaled maximum by 2**-14 at most.
+SCALED_MAXIMUM_LIMIT = 1024.0
 _MAX_NAN = """
 __device__ __forceinline__ float fa2tvm_max_nan(float a, float b) {
   float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;
@@ -70,17 +78,24 @@ def mask_beyond(S_ij, last_key, row_step):
                 store(S_ij, i, T.Select(visible, S_ij[i], T.float32(NEGATIVE_INFINITY)))
 
 
-def exponentials(S_ij, scaled_m, scale_log2):
-    """S_ij = exp2(S_ij * scale_log2 - scaled_m)."""
+def exponentials(S_ij, scaled_m, scale_log2, weight_log2=0, exact=False):
+    """S_ij = the weights of the logits S_ij."""
     for i in range(int(S_ij.shape[0])):
-        store(S_ij, i, T.exp2(S_ij[i] * scale_log2 - scaled_m[i // 2 % 2]))
+        by = scaled_m[i // 2 % 2]
+        exponent = (
+            (S_ij[i] - by) * scale_log2 + T.float32(weight_log2)
+            if exact
+            else S_ij[i] * scale_log2 - by
+        )
+        store(S_ij, i, T.exp2(exponent))
 
 
-def scaled_maxima(scaled_m, m_i, scale_log2):
-    """scaled_m = m_i * scale_log2, 0 for a row that saw nothing: exp(-inf - -inf) must be 0."""
+def scaled_maxima(scaled_m, m_i, scale_log2, weight_log2=0, exact=False):
+    """What the exponentials subtract; 0 for a row that saw nothing: exp(-inf - -inf) must be 0."""
     for r in ROWS:
         nothing = m_i[r] == T.float32(NEGATIVE_INFINITY)
-        store(scaled_m, r, T.Select(nothing, T.float32(0.0), m_i[r] * scale_log2))
+        value = m_i[r] if exact else m_i[r] * scale_log2 - T.float32(weight_log2)
+        store(scaled_m, r, T.Select(nothing, T.float32(0.0), value))
 
 
 def keep_lazy_maxima(m_i, m_old, moved, any_moved, scale_log2, lazy_rescale):
@@ -92,20 +107,29 @@ def keep_lazy_maxima(m_i, m_old, moved, any_moved, scale_log2, lazy_rescale):
     store(any_moved, 0, T.cuda.any_sync(T.uint32(FULL_WARP), T.bitwise_or(moved[0], moved[1])))
 
 
-def any_distrusted(l_i, m_i, limit_log2):
-    """Whether a row of the warp has too large a sum or no maximum.
+def any_distrusted(l_i, m_i, limit_log2, scaled_m=None):
+    """Whether a row of the warp has too large a sum, no maximum, or one that FMA rounds too much.
 
     A NaN passes: it is in O_i already.
     """
-    limit = T.float32(2.0**limit_log2)
-    rows = [T.Or(l_i[r] > limit, m_i[r] == T.float32(NEGATIVE_INFINITY)) for r in ROWS]
-    return T.cuda.any_sync(T.uint32(FULL_WARP), T.Cast("int32", T.Or(rows[0], rows[1])))
+    failed = []
+    for r in ROWS:
+        nothing = m_i[r] == T.float32(NEGATIVE_INFINITY)
+        failed.append(T.Or(l_i[r] > T.float32(2.0**limit_log2), nothing))
+        if scaled_m is not None:
+            failed[r] = T.Or(failed[r], T.abs(scaled_m[r]) > T.float32(SCALED_MAXIMUM_LIMIT))
+    return T.cuda.any_sync(T.uint32(FULL_WARP), T.Cast("int32", T.Or(failed[0], failed[1])))
 
 
-def correction_factors(alpha, m_old, scaled_m, scale_log2, moved=None):
+def correction_factors(alpha, m_old, scaled_m, scale_log2, moved=None, weight_log2=0, exact=False):
     """The factors exp(m_old - m_i) of O_i and l_i (Algorithm 1, line 10, without its inverse)."""
     for r in ROWS:
-        factor = T.exp2(m_old[r] * scale_log2 - scaled_m[r])
+        exponent = (
+            (m_old[r] - scaled_m[r]) * scale_log2
+            if exact
+            else m_old[r] * scale_log2 - T.float32(weight_log2) - scaled_m[r]
+        )
+        factor = T.exp2(exponent)
         if moved is not None:
             factor = T.Select(moved[r] == 0, T.float32(1.0), factor)
         store(alpha, r, factor)
@@ -140,3 +164,37 @@ def normalise(O_i, l_i, inverse, may_be_empty):
         if may_be_empty:
             value = T.Select(l_i[i // 2 % 2] == T.float32(0.0), T.float32(0.0), value)
         store(O_i, i, value)
+
+
+_CONTAMINATE = """
+__device__ __forceinline__ unsigned int fa2tvm_nonfinite_{0}(unsigned int pair, unsigned int acc) {{
+  asm("fma.rn.{0}x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(pair), "r"(0u)); return acc;
+}}
+"""
+
+
+def nonfinite_rows(words, pairs, dtype, found):
+    """Sum 0 * x over each row of a packed fragment: not 0 where one x is NaN or infinite."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    for r in ROWS:
+        store(found, r, T.uint32(0))
+    for i in range(pairs):
+        r = i % 2
+        value = T.cuda.func_call(
+            f"fa2tvm_nonfinite_{kind}",
+            words[i],
+            found[r],
+            source_code=_CONTAMINATE.format(kind),
+            return_type="uint32",
+        )
+        store(found, r, value)
+
+
+def any_suspect(found, l_i):
+    """Whether `nonfinite_rows` found in a row of the warp what its logits do not explain."""
+    suspect = []
+    for r in ROWS:
+        nonfinite = T.bitwise_and(found[r], T.uint32(0x7FFF7FFF)) != T.uint32(0)
+        # TVM takes l == l for true.
+        suspect.append(T.And(nonfinite, T.Not(T.isnan(l_i[r]))))
+    return T.cuda.any_sync(T.uint32(FULL_WARP), T.Cast("int32", T.Or(suspect[0], suspect[1])))

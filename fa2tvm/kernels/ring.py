@@ -48,6 +48,10 @@ class Ring:
         """A cursor for a warp that reads the stages."""
         return Cursor(self, 0)
 
+    def producer_behind(self, cursor):
+        """A cursor for the producers of a two-stage ring, one stage behind a consumer elsewhere."""
+        return CursorBehind(self, cursor)
+
 
 @T.meta_class
 class Cursor:
@@ -55,6 +59,7 @@ class Cursor:
 
     def __init__(self, ring, phase):
         self.ring = ring
+        self.first_phase = phase
         self.stage = T.local_scalar("int32")
         self.phase = T.local_scalar("int32")
         self.start(phase)
@@ -64,6 +69,10 @@ class Cursor:
         """Stand at the first stage."""
         self.stage = 0
         self.phase = phase
+
+    def fill(self):
+        """The number of the fill that the cursor stands at, modulo twice the stages."""
+        return self.stage + self.ring.stages * T.bitwise_xor(self.phase, self.first_phase)
 
     @T.inline
     def advance(self):
@@ -114,3 +123,30 @@ class Cursor:
         """Consumer: give an earlier stage back, once for each warp."""
         if lane == 0:
             T.ptx.mbarrier.arrive.shared.b64(self.ring.empty.ptr_to([stage]), T.uint32(1))
+
+
+@T.meta_class
+class CursorBehind:
+    """A producer's cursor that a consumer's tells: fill n comes when that has advanced n + 1 times.
+
+    Both rings have two stages. It takes no registers, which are what a consumer is short of.
+    """
+
+    def __init__(self, ring, cursor):
+        self.ring = ring
+        self.cursor = cursor
+
+    def stage(self):
+        """The stage of fill n."""
+        return T.bitwise_xor(self.cursor.stage, 1)
+
+    @T.inline
+    def acquire_plain(self):
+        """Wait until the stage is free; ordinary stores fill it until `commit`."""
+        phase = T.meta_var(T.bitwise_xor(self.cursor.phase, self.cursor.stage))
+        T.cuda.mbarrier_wait(self.ring.empty.ptr_to([self.stage()]), phase)
+
+    @T.inline
+    def commit(self):
+        """Hand the stage over."""
+        T.ptx.mbarrier.arrive.shared.b64(self.ring.full.ptr_to([self.stage()]), T.uint32(1))

@@ -48,11 +48,15 @@ def observe(records, stage, field):
 class Tile:
     """A query block i of head h of batch b with key blocks [0, j_end); [0, j_full) need no mask.
 
-    j_end is 0 after the last tile; `exact` tiles must not trust their maxima. Tiles come from the
-    scheduler through a ring of records.
+    h counts units of z.heads_of_unit heads, which share a tile: 1, or those of a key head. j_end is
+    0 after the last tile; `exact` tiles must not trust their maxima.
+
+    The scheduler gives tiles through a ring of two stages, but their records are four: that of tile
+    n is written again for tile n + 4, after every consumer has taken n + 2 and so stored n. Hence a
+    consumer reads again where its O_i goes instead of carrying it.
     """
 
-    FIELDS = 6
+    FIELDS, RECORDS = 6, 4
 
     def __init__(self):
         self.i = T.local_scalar("int32")
@@ -63,57 +67,73 @@ class Tile:
         self.exact = T.local_scalar("int32")
 
     @T.inline
-    def put(self, records, stage):
-        """Scheduler: write the tile to a record."""
-        publish(records, stage, 0, self.i)
-        publish(records, stage, 1, self.h)
-        publish(records, stage, 2, self.b)
-        publish(records, stage, 3, self.j_end)
-        publish(records, stage, 4, self.j_full)
-        publish(records, stage, 5, self.exact)
+    def put(self, records, n):
+        """Scheduler: write the record of tile n."""
+        publish(records, n, 0, self.i)
+        publish(records, n, 1, self.h)
+        publish(records, n, 2, self.b)
+        publish(records, n, 3, self.j_end)
+        publish(records, n, 4, self.j_full)
+        publish(records, n, 5, self.exact)
 
     @T.inline
-    def get(self, records, stage):
-        """One thread: read the tile from a record."""
-        self.i = observe(records, stage, 0)
-        self.h = observe(records, stage, 1)
-        self.b = observe(records, stage, 2)
-        self.j_end = observe(records, stage, 3)
-        self.j_full = observe(records, stage, 4)
-        self.exact = observe(records, stage, 5)
+    def get(self, records, n):
+        """Producer: read what it needs of the record of tile n."""
+        self.i = observe(records, n, 0)
+        self.h = observe(records, n, 1)
+        self.b = observe(records, n, 2)
+        self.j_end = observe(records, n, 3)
 
     @T.inline
-    def get_by_warp(self, records, stage, lane):
-        """A warp: read the tile from a record, one lane a field."""
+    def get_blocks(self, records, n, lane):
+        """A consumer warp: read which blocks tile n has, one lane a field."""
         field: T.int32 = 0
         if lane < self.FIELDS:
-            field = observe(records, stage, lane)
+            field = observe(records, n, lane)
         self.i = broadcast(field, 0)
-        self.h = broadcast(field, 1)
-        self.b = broadcast(field, 2)
         self.j_end = broadcast(field, 3)
         self.j_full = broadcast(field, 4)
         self.exact = broadcast(field, 5)
+
+
+@T.meta_class
+class Place:
+    """Where a tile's O_i goes: query block i of head h of batch b, read again by a warp."""
+
+    def __init__(self):
+        self.i = T.local_scalar("int32")
+        self.h = T.local_scalar("int32")
+        self.b = T.local_scalar("int32")
+
+    @T.inline
+    def get(self, records, n, lane):
+        """Read it from the record of tile n."""
+        field: T.int32 = 0
+        if lane < 3:
+            field = observe(records, n, lane)
+        self.i = broadcast(field, 0)
+        self.h = broadcast(field, 1)
+        self.b = broadcast(field, 2)
 
 
 @T.inline
 def decode(p, z, index, tile):
     """From a tile's number to the tile; one that sees nothing still gets one block, all masked.
 
-    Tiles are numbered group of heads by group of heads, within a group longest query block first:
-    a group's K and V stay in L2, and the short tiles fill the gaps at the end.
+    Tiles are numbered by rounds of heads, within a round longest query block first: the K and V of
+    a round stay in L2, and the short tiles fill the gaps at the end.
     """
-    group: T.let = T.truncdiv(index, z.head_group * z.query_blocks)
-    within: T.let = index - group * (z.head_group * z.query_blocks)
-    heads: T.let = T.min(z.head_group, z.batch_heads - group * z.head_group)
-    rank: T.let = T.truncdiv(within, heads)
-    head: T.let = group * z.head_group + (within - rank * heads)
+    round: T.let = T.truncdiv(index, z.walked_tiles)
+    within: T.let = index - round * z.walked_tiles
+    walked: T.let = T.min(z.walked, z.batch_units - round * z.walked)
+    rank: T.let = T.truncdiv(within, walked)
+    unit: T.let = round * z.walked + (within - rank * walked)
     tile.i = z.query_blocks - 1 - rank
-    tile.b = T.truncdiv(head, z.heads)
-    tile.h = head - tile.b * z.heads
+    tile.b = T.truncdiv(unit, z.units)
+    tile.h = unit - tile.b * z.units
     if p.causal:
-        first: T.let = tile.i * p.block_q
-        last: T.let = T.min(first + p.block_q, z.seq_q) - 1
+        first: T.let = tile.i * z.block_queries
+        last: T.let = T.min(first + z.block_queries, z.seq_q) - 1
         to_first: T.let = visible_keys(first, z.seq_kv, True, z.causal_offset, clamp)
         to_last: T.let = visible_keys(last, z.seq_kv, True, z.causal_offset, clamp)
         tile.j_end = T.truncdiv(T.max(to_last, 1) + (p.block_kv - 1), p.block_kv)
@@ -152,7 +172,7 @@ class Scheduler:
     def hand_over(self):
         """Give the tile to the other roles."""
         self.ring.acquire_plain()
-        self.tile.put(self.shared.tiles, self.ring.stage)
+        self.tile.put(self.shared.tiles, self.ring.fill())
         self.ring.commit()
         self.ring.advance()
 
@@ -189,7 +209,7 @@ class Scheduler:
         self.fresh = block
         self.due = -1
         self.failed = -1
-        self.tile.exact = 0
+        self.tile.exact = z.exact
         while self.index < z.tiles:
             decode(p, z, self.index, self.tile)
             self.hand_over()
@@ -207,15 +227,27 @@ class Scheduler:
                         self.hear()
                         self.due = -1
             self.index = T.Select(self.failed < 0, self.fresh, self.failed)
-            self.tile.exact = T.Select(self.failed < 0, 0, 1)
+            self.tile.exact = T.Select(self.failed < 0, z.exact, 1)
         self.tile.j_end = 0
         self.hand_over()
 
 
-def head_group_of(p, seq_kv, group):
-    """Query heads that are walked together: those whose K and V fill `head_group_mib` of the L2."""
+def walked_units(p, seq_kv, units_of_kv):
+    """Heads or packs that are walked together: their K and V fill `head_group_mib` of the L2."""
     if p.head_group_mib == 0:
         return T.int32(1)
     row_bytes = 2 * (p.head_dim + p.head_dim_v)
     budget_rows = (p.head_group_mib << 20) // row_bytes
-    return group * T.max(T.truncdiv(T.int32(budget_rows), seq_kv), 1)
+    return units_of_kv * T.max(T.truncdiv(T.int32(budget_rows), seq_kv), 1)
+
+
+def packing_log2(p, seq_q, group):
+    """log2 of the rows that a query has in a tile.
+
+    Where queries alone do not fill a tile, the heads of a key head share it: a row for each of
+    them, rounded up to a power of two, so that rows are split by shifts. Else 0.
+    """
+    rows = T.int32(0)
+    for log2 in range(6):
+        rows = rows + T.Select(group > 1 << log2, 1, 0)
+    return T.Select(T.And(seq_q < p.block_q, group <= 64), rows, 0)

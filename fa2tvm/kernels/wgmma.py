@@ -24,6 +24,25 @@ __device__ __forceinline__ void fa2tvm_fence_word(unsigned int& r) {
 """
 
 
+class Descriptor:
+    """A wgmma descriptor in halves: the low word is a run-time number, the high one a constant.
+
+    Steps are added to the low word alone, which never overflows, so that one register a stage is
+    all that the compiler has to carry.
+    """
+
+    def __init__(self, low, high):
+        self.low, self.high = low, high
+
+    def __add__(self, offset):
+        return Descriptor(self.low + T.Cast("uint32", offset), self.high)
+
+    def value(self):
+        """The 64 bits."""
+        high = T.shift_left(T.uint64(self.high), T.uint64(32))
+        return T.bitwise_or(T.Cast("uint64", self.low), high)
+
+
 class SharedTile:
     """A tile [rows, columns] of 2-byte elements in shared memory, for TMA and wgmma.
 
@@ -60,6 +79,18 @@ class SharedTile:
         )
         return mode + T.uint64(self._eight_rows | leading << 16) + T.Cast("uint64", start)
 
+    def k_major_at(self, unit):
+        """`k_major` of a tile that starts `unit` * 16 bytes into shared memory, in halves."""
+        return self._at(1, unit)
+
+    def mn_major_at(self, unit):
+        """`mn_major` of a tile that starts `unit` * 16 bytes into shared memory, in halves."""
+        return self._at(self.box_bytes >> _UNIT_SHIFT, unit)
+
+    def _at(self, leading, unit):
+        high = self._swizzle_mode << 30 | self._eight_rows >> 32
+        return Descriptor(unit + T.uint32(leading << 16), high)
+
     def k_major_offset(self, step):
         """Descriptor offset of the step-th 16 columns."""
         per_box = self.box_columns // 16
@@ -93,15 +124,22 @@ class SharedTile:
             )
 
 
+def shared_unit(buffer):
+    """Where a buffer starts in shared memory, in units of 16 bytes, as descriptors count."""
+    units = T.shift_right(shared_address(buffer), T.uint32(_UNIT_SHIFT))
+    return T.bitwise_and(units, T.uint32(_ADDRESS_MASK))
+
+
 def shared_address(buffer):
     """The 32-bit shared-window address of a buffer."""
     return T.cuda.cvta_generic_to_shared(buffer.ptr_to([0]))
 
 
-def encode_tensor_map(tensor_map, buffer, dtype, sizes, strides, tile, rows):
+def encode_tensor_map(tensor_map, buffer, dtype, sizes, strides, tile, rows, heads_of_box=1):
     """Host: describe a [batch, seq, heads, dim] tensor for loads of `rows` rows of a tile's boxes.
 
-    A dimension of size 1 may carry any stride, which TMA would refuse: it gets a legal one.
+    A box of several heads holds `rows` rows of each, head after head. A dimension of size 1 may
+    carry any stride, which TMA would refuse: it gets a legal one.
     """
     batch, seq, heads, dim = sizes
     batch_stride, seq_stride, head_stride = strides
@@ -125,7 +163,7 @@ def encode_tensor_map(tensor_map, buffer, dtype, sizes, strides, tile, rows):
             stride_bytes(batch, batch_stride),
             tile.box_columns,
             rows,
-            1,
+            heads_of_box,
             1,
             1,
             1,
@@ -173,13 +211,13 @@ def gemm_nt(accumulator, a, b_descriptor, a_tile, b_tile, dtype):
     wgmma = _wgmma(columns, dtype)
     registers = [accumulator[i] for i in range(columns // 2)]
     for step in range(b_tile.columns // 16):
-        b = b_descriptor + T.uint64(b_tile.k_major_offset(step))
+        b = _step(b_descriptor, b_tile.k_major_offset(step))
         accumulate = T.ptx.pred(int(step != 0))
         if a_tile is None:
             operand = [a[4 * step + i] for i in range(4)]
             T.evaluate(wgmma(*registers, *operand, b, accumulate, 1, 1, 0))
         else:
-            operand = a + T.uint64(a_tile.k_major_offset(step))
+            operand = _step(a, a_tile.k_major_offset(step))
             T.evaluate(wgmma(*registers, operand, b, accumulate, 1, 1, 0, 0))
 
 
@@ -189,9 +227,15 @@ def gemm_accumulate(accumulator, a, b_descriptor, b_tile, dtype):
     wgmma = _wgmma(columns, dtype)
     registers = [accumulator[i] for i in range(columns // 2)]
     for step in range(b_tile.rows // 16):
-        b = b_descriptor + T.uint64(b_tile.mn_major_offset(step))
+        b = _step(b_descriptor, b_tile.mn_major_offset(step))
         operand = [a[4 * step + i] for i in range(4)]
         T.evaluate(wgmma(*registers, *operand, b, T.ptx.pred(1), 1, 1, 1))
+
+
+def _step(descriptor, offset):
+    if isinstance(descriptor, Descriptor):
+        return (descriptor + T.uint32(offset)).value()
+    return descriptor + T.uint64(offset)
 
 
 def _wgmma(columns, dtype):
