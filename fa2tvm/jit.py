@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fa2tvm import compile as compiler
-from fa2tvm import parallel
+from fa2tvm import manifest, parallel
 from fa2tvm.compile import Module
 from fa2tvm.device import Device
 from fa2tvm.problem import Variant
@@ -45,8 +45,8 @@ def load(variant: Variant, schedule: Schedule, device: Device) -> Module:
         limit(arguments[-1])
         function(*arguments[:-1])
 
-    manifest = compiler.describe(variant, schedule, device)
-    return Module(manifest, variant, schedule, function, function_on, threads)
+    described = manifest.describe(variant, schedule, device)
+    return Module(described, variant, schedule, function, function_on, threads)
 
 
 def _support(program: Any, variant: Variant) -> Any:
@@ -57,7 +57,7 @@ def _support(program: Any, variant: Variant) -> Any:
     """
     import tvm
 
-    text = compiler.SUPPORT_IR.read_text(encoding="utf-8")
+    text = manifest.SUPPORT_IR.read_text(encoding="utf-8")
     text = text[: text.index("; The pass with one more argument")]
     text = text.replace("internal thread_local global", "internal global")
     text = text.replace("declare i32 @__tvm_ffi_@PASS@(ptr, ptr, i32, ptr)", "")
