@@ -20,7 +20,8 @@ from typing import Any
 
 import fa2tvm
 from fa2tvm.device import Device
-from fa2tvm.errors import CorruptRecord, Fa2tvmError
+from fa2tvm.errors import CorruptRecord
+from fa2tvm.files import keep_aside, locked, storing
 from fa2tvm.problem import PassName, Problem, Shape, Variant
 from fa2tvm.schedule import Schedule, schedule_from_dict
 
@@ -100,8 +101,8 @@ class Record:
                 "problem": problem_to_dict(self.problem),
                 "family": self.family,
                 "decisions": self.decisions,
-                "us": round(self.us, 3),
-                "us_default": round(self.us_default, 3),
+                "us": round(self.us, 3) or self.us,
+                "us_default": round(self.us_default, 3) or self.us_default,
                 "ratio": round(self.ratio, 4),
                 "device": self.device,
                 "program": self.program,
@@ -112,7 +113,7 @@ class Record:
         )
 
     @classmethod
-    def from_line(cls, text: str, where: str) -> Record:
+    def from_line(cls, text: str | bytes, where: str) -> Record:
         """Parse and validate one line; `where` (file and line) stands in the error.
 
         Raises
@@ -121,22 +122,22 @@ class Record:
             For anything but a complete record of this format.
         """
         try:
-            row = json.loads(text)
-            if row["format"] != FORMAT:
+            row = json.loads(text.decode() if isinstance(text, bytes) else text)
+            if row["format"] != FORMAT or isinstance(row["format"], bool):
                 raise ValueError(f"format is {row['format']}, but this version reads {FORMAT}")
             record = cls(
                 problem=problem_from_dict(row["problem"]),
-                family=str(row["family"]),
-                decisions=dict(row["decisions"]),
-                us=_positive(row["us"], "us"),
-                us_default=_positive(row["us_default"], "us_default"),
-                device={name: row["device"][name] for name in DEVICE_FIELDS},
-                program=str(row["program"]),
-                versions=dict(row["versions"]),
-                date=str(row["date"]),
-                log=str(row["log"]),
+                family=_typed(row, "family", str),
+                decisions=_typed(row, "decisions", dict),
+                us=positive(row["us"], "us"),
+                us_default=positive(row["us_default"], "us_default"),
+                device={n: _typed(row["device"], n, k) for n, k in DEVICE_FIELDS.items()},
+                program=_typed(row, "program", str),
+                versions={name: _typed(row["versions"], name, str) for name in row["versions"]},
+                date=_typed(row, "date", str),
+                log=_typed(row, "log", str),
             )
-        except (ValueError, KeyError, TypeError, Fa2tvmError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             reason = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
             raise CorruptRecord(
                 f"{where} is no tuned record ({reason}); remove the line or tune again."
@@ -144,7 +145,7 @@ class Record:
         return record
 
 
-DEVICE_FIELDS = ("slug", "kind", "arch", "level", "cores")
+DEVICE_FIELDS: dict[str, type] = {"slug": str, "kind": str, "arch": str, "level": str, "cores": int}
 
 
 def device_summary(device: Device) -> dict[str, Any]:
@@ -272,43 +273,77 @@ def _code_only(source: str) -> str:
 
 def read_records(path: Path) -> tuple[list[Record], list[str]]:
     """The valid records of a file and one sentence for each line that is none."""
-    records, complaints = [], []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    records, damaged = _sorted_lines(path)
+    return records, [complaint for _, complaint in damaged]
+
+
+def _sorted_lines(path: Path) -> tuple[list[Record], list[tuple[bytes, str]]]:
+    """The valid records of a file, and what is none with one sentence each."""
+    records, damaged = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             records.append(Record.from_line(line, f"{path}:{number}"))
         except CorruptRecord as error:
-            complaints.append(str(error))
-    return records, complaints
+            damaged.append((line, str(error)))
+    return records, damaged
 
 
 def merge_records(path: Path, new: Iterable[Record]) -> None:
-    """Put records into a file: each replaces its `place`, everything else stays, in one rename."""
-    old, _ = read_records(path) if path.exists() else ([], [])
-    merged = {record.place: record for record in old}
-    merged.update((record.place, record) for record in new)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [merged[place].to_line() + "\n" for place in sorted(merged)]
-    write_atomically(path, "".join(lines))
+    """Put records into a file: each replaces its `place`, everything else stays, in one rename.
+
+    Lines that are no records are moved to `<name>.damaged`. Several processes may merge at once.
+
+    Raises
+    ------
+    StoreUnavailable
+        Where the file cannot be written.
+    """
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent):
+            old, damaged = _sorted_lines(path) if path.exists() else ([], [])
+            merged = {record.place: record for record in old}
+            merged.update((record.place, record) for record in new)
+            if damaged:
+                keep_aside(path, [line for line, _ in damaged])
+            lines = [merged[place].to_line() + "\n" for place in sorted(merged)]
+            write_atomically(path, "".join(lines))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file as a whole: a reader sees the old text or the new, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Replace a file as a whole: a reader sees the old text or the new, never a part.
+
+    Raises
+    ------
+    StoreUnavailable
+        Where it cannot be written; the old text stays.
+    """
+    with storing(path):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
-def _positive(value: Any, name: str) -> float:
+def _typed(row: Any, name: str, kind: type) -> Any:
+    if not isinstance(row, dict):
+        raise TypeError(f"{row!r} stands where an object with the field {name} must be")
+    if type(row[name]) is not kind:
+        raise TypeError(f"{name} is {row[name]!r}, but it must be of type {kind.__name__}")
+    return row[name]
+
+
+def positive(value: Any, name: str) -> float:
+    """A time as a float; anything that is none is a TypeError, ValueError or OverflowError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}, but it must be a number")
     if not math.isfinite(value) or value <= 0:
