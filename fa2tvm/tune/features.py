@@ -30,6 +30,7 @@ def columns(
         | _decision_columns(schedule, choices)
         | _footprint_columns(problem, schedule, device)
         | _block_columns(problem, schedule, device)
+        | _gpu_columns(problem, schedule, device)
     )
 
 
@@ -70,6 +71,21 @@ def _footprint_columns(problem: Problem, schedule: Schedule, device: Device) -> 
         "scratch_of_l2": footprint.scratch_bytes / max(device.l2_bytes, 1),
         "accumulator_registers": float(footprint.accumulator_registers),
         "threads": float(footprint.threads),
+    }
+
+
+def _gpu_columns(problem: Problem, schedule: Schedule, device: Device) -> dict[str, float]:
+    """Of a GPU alone: how full a multiprocessor is, and how much of K and V the L2 can keep."""
+    if device.kind == "llvm":
+        return {}
+    s, v = problem.shape, problem.variant
+    footprint = schedule.footprint(problem.variant, device)
+    head_bytes = s.seq_kv * (v.head_dim_qk + v.head_dim_v) * DTYPE_BYTES[v.dtype]
+    return {
+        "scratch_of_shared": footprint.scratch_bytes / max(device.shared_bytes, 1),
+        "warps": footprint.threads / 32,
+        "kv_head_of_l2": head_bytes / max(device.l2_bytes, 1),
+        "kv_all_of_l2": _log2(s.batch * s.heads_kv * head_bytes / max(device.l2_bytes, 1)),
     }
 
 

@@ -1,34 +1,39 @@
-"""Inside the runner's worker: one module against the oracle, then against the clock."""
+"""Inside the runner's worker: one module against the oracle, then (stopwatch.py) the clock."""
 
 from __future__ import annotations
 
 import functools
 import math
-import time
-from collections.abc import Callable
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from fa2tvm import launch, reference
+from fa2tvm import launch, yardstick
 from fa2tvm.compile import Module, load
-from fa2tvm.problem import Problem, Shape, Variant
+from fa2tvm.problem import Shape, Variant
 from fa2tvm.records import problem_from_dict
+from fa2tvm.schedule import Schedule
+from fa2tvm.tune import stopwatch
 
-# The yardstick of BUGS.md: twice the error of a plain implementation in the same dtype.
-YARDSTICK = 2.0
-# Absolute part, relative to the largest value: a plain result may be exact by luck.
-FLOOR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# A timed round lasts at least this long, so that the clock and the launch do not matter.
-ROUND_SECONDS = 0.02
-MAX_CALLS = 200
 # An input is surrounded by this many rows of NaN, an output by so many elements of a guard value.
 _MARGIN = 3
 _GUARD = 12345.0
 _GUARD_ELEMENTS = 1024
+# What surrounds an input row: a GPU's copy engine takes strides of whole 16 bytes only.
+_PADDING = {"cpu": 1, "cuda": 8}
+LOST_GPU = 77
+# No block of queries or keys of a GPU family is larger.
+_GPU_BLOCK = 256
+_answers = ThreadPoolExecutor(1)
+_SWITCH_S = 1e-4
+_guard = threading.Lock()
+_locks: dict[tuple[Variant, Case, int, str], threading.Lock] = {}
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,49 @@ Tensors = dict[str, torch.Tensor]
 
 
 def prepare() -> None:
-    """Nothing: importing this module has imported all that a request needs."""
+    """Importing this module has imported all that a request needs."""
+    # The thread that makes the oracle's answers gives way before a spin of the GPU's clock is over.
+    sys.setswitchinterval(_SWITCH_S)
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer `check` (an empty answer means right) or `time` (`us`)."""
-    module = _module(request["path"])
-    problem = problem_from_dict(request["problem"])
+    """Answer `expect`, `check` (an empty answer means right), `time` or `sustain` (`us`).
+
+    After a fault a GPU refuses all further work of the process: the worker ends, and the next
+    request gets a fresh one.
+    """
+    try:
+        return _answer(request)
+    except Exception as error:
+        lost = _gpu_fault() if request["device"] == "cuda" else None
+        if lost is not None:
+            first_line = str(error).strip().split("\n")[0]
+            print(f"{lost} ({first_line})", file=sys.stderr, flush=True)  # noqa: T201 - read by the parent
+            os._exit(LOST_GPU)
+        raise
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    if request["do"] == "expect":
+        expect(Variant(**request["variant"]), request["seed"], request["device"])
+        return {}
+    module, device = _module(request["path"]), request["device"]
     if request["do"] == "check":
-        reason = check(module, request["seed"])
+        reason = check(module, request["seed"], device)
         return {"error": "wrong", "reason": reason} if reason else {}
-    return {"us": timed(module, problem, request["seed"], warm_up=request["warm_up"])}
+    problem = problem_from_dict(request["problem"])
+    if request["do"] == "sustain":
+        return {"us": stopwatch.sustained(module, problem, device, request["seconds"])}
+    return {"us": stopwatch.timed(module, problem, device, request["warm_up"])}
+
+
+def _gpu_fault() -> str | None:
+    """What the GPU says of itself after a failure: None where it still works."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).strip().split("\n")[0]
+    return None
 
 
 @functools.lru_cache(maxsize=32)
@@ -66,11 +103,17 @@ def _module(path: str) -> Module:
     return load(Path(path))
 
 
-def awkward_cases(module: Module) -> list[Case]:
-    """Sizes around the blocks: several of them with a tail, GQA, rows that see nothing."""
-    unit = module.variant.head_dim_qk**-0.5  # logits of a few units, so that rounding stays small
-    block_q = min(getattr(module.schedule, "block_q", 64), 512)
-    block_kv = min(getattr(module.schedule, "block_kv", 64), 512)
+def awkward_cases(variant: Variant, schedule: Schedule | None, device: str) -> list[Case]:
+    """Sizes around the blocks: several of them with a tail, GQA, rows that see nothing.
+
+    On a GPU they are those of the largest blocks whatever the schedule, so that the oracle's
+    answers, seconds of a core, are made once a variant.
+    """
+    unit = variant.head_dim_qk**-0.5  # logits of a few units, so that rounding stays small
+    block_q = _rounded(getattr(schedule, "block_q", 64))
+    block_kv = _rounded(getattr(schedule, "block_kv", 64))
+    if device == "cuda":
+        block_q, block_kv = max(block_q, _GPU_BLOCK), max(block_kv, _GPU_BLOCK)
     return [
         Case(Shape(1, 4, 2, 2 * block_q + 3, 2 * block_kv + 5), 1.5 * unit),
         Case(Shape(1, 2, 1, block_q + 29, block_kv // 2 + 7), -unit),
@@ -78,7 +121,19 @@ def awkward_cases(module: Module) -> list[Case]:
     ]
 
 
-def check(module: Module, seed: int) -> str | None:
+def _rounded(block: int) -> int:
+    """The next power of two, at most 512, so that many tiles share what is right of a case."""
+    return min(1 << (block - 1).bit_length(), 512)
+
+
+def expect(variant: Variant, seed: int, device: str) -> None:
+    """Begin to make what is right of a variant's cases on a GPU, beside the requests to come."""
+    if device == "cuda":
+        for case in awkward_cases(variant, None, device):
+            _answers.submit(_right, variant, case, seed, device)
+
+
+def check(module: Module, seed: int, device: str = "cpu") -> str | None:
     """Why a module is wrong, or None; every case runs twice on poisoned memory.
 
     Inputs sit in NaN surroundings and are compared with a copy afterwards; outputs and workspace
@@ -86,9 +141,9 @@ def check(module: Module, seed: int) -> str | None:
     """
     torch.use_deterministic_algorithms(True)  # with it torch.empty is filled with NaN
     try:
-        for case in awkward_cases(module):
+        for case in awkward_cases(module.variant, module.schedule, device):
             for attempt in ("first", "second"):
-                reason = _check_case(module, case, seed)
+                reason = _check_case(module, case, seed, device)
                 if reason:
                     return f"{attempt} call at {case.shape}: {reason}"
     finally:
@@ -96,9 +151,10 @@ def check(module: Module, seed: int) -> str | None:
     return None
 
 
-def _check_case(module: Module, case: Case, seed: int) -> str | None:
-    expected = _expected(module.variant, case, seed)
-    tensors = {name: _in_nan(x) for name, x in inputs(module.variant, case.shape, seed).items()}
+def _check_case(module: Module, case: Case, seed: int, device: str) -> str | None:
+    tensors = {
+        name: _in_nan(x.to(device)) for name, x in inputs(module.variant, case.shape, seed).items()
+    }
     before = {name: x.clone() for name, x in tensors.items()}
     got, damage = _run_guarded(module, tensors, case, seed)
     if damage:
@@ -106,11 +162,7 @@ def _check_case(module: Module, case: Case, seed: int) -> str | None:
     for name, x in tensors.items():
         if not torch.equal(x, before[name]):
             return f"input {name} was changed"
-    for name, value in got.items():
-        reason = _beyond_yardstick(name, value, *expected[name])
-        if reason:
-            return reason
-    return None
+    return _right(module.variant, case, seed, device).why_wrong(got)
 
 
 def inputs(variant: Variant, shape: Shape, seed: int) -> Tensors:
@@ -131,7 +183,8 @@ def inputs(variant: Variant, shape: Shape, seed: int) -> Tensors:
 def _in_nan(x: torch.Tensor) -> torch.Tensor:
     """The same values as a view whose neighbours in memory are NaN."""
     b, s, h, d = x.shape
-    room = x.new_full((b, s + 2 * _MARGIN, h + 1, d + 1), math.nan)
+    padding = _PADDING[x.device.type]
+    room = x.new_full((b, s + 2 * _MARGIN, h + 1, d + padding), math.nan)
     view = room[:, _MARGIN : _MARGIN + s, :h, :d]
     view.copy_(x)
     return view
@@ -156,7 +209,9 @@ def _run_guarded(module: Module, x: Tensors, case: Case, seed: int) -> tuple[Ten
 
 
 def _run_backward(module: Module, x: Tensors, case: Case, seed: int) -> Tensors:
-    out, lse = _forward_result(module.variant, case, seed)
+    out, lse = (
+        y.to(x["q"].device) for y in _forward_result(module.variant, case, seed, x["q"].device.type)
+    )
     dlse = torch.ones_like(lse)
     grads = launch.backward(
         module,
@@ -175,128 +230,38 @@ def _run_backward(module: Module, x: Tensors, case: Case, seed: int) -> Tensors:
     }
 
 
-@functools.lru_cache(maxsize=32)
-def _forward_result(variant: Variant, case: Case, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_result(
+    variant: Variant, case: Case, seed: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """O in the storage type and LSE in float32, from the float64 oracle."""
-    x = inputs(variant, case.shape, seed)
-    q, k, v = (x[name].double().numpy() for name in ("q", "k", "v"))
-    out, lse = reference.attention(q, k, v, case.softmax_scale, variant.causal)
-    return torch.from_numpy(out).to(x["q"].dtype), torch.from_numpy(lse).float()
+    oracle = _right(variant, case, seed, device).oracle
+    return oracle["O"].to(getattr(torch, variant.dtype)), oracle["LSE"].float()
 
 
-@functools.lru_cache(maxsize=32)
-def _expected(
-    variant: Variant, case: Case, seed: int
-) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Oracle and plain same-dtype result of every output."""
-    x = inputs(variant, case.shape, seed)
-    exact = {name: t.double().numpy() for name, t in x.items()}
-    scale, causal = case.softmax_scale, variant.causal
-    if variant.pass_ == "forward":
-        oracle = dict(
-            zip(
-                ("O", "LSE"),
-                reference.attention(exact["q"], exact["k"], exact["v"], scale, causal),
-                strict=True,
-            )
-        )
-    else:
-        dlse = np.ones((case.shape.batch, case.shape.heads_q, case.shape.seq_q))
-        grads = reference.attention_backward(
-            exact["q"], exact["k"], exact["v"], exact["dout"], dlse, scale, causal
-        )
-        oracle = dict(zip(("dQ", "dK", "dV"), grads, strict=True))
-    plain = _plain(variant, x, case)
-    return {name: (value, plain[name].double().numpy()) for name, value in oracle.items()}
+def _right(variant: Variant, case: Case, seed: int, device: str) -> yardstick.Case:
+    """What is right of a case; where another thread is making it, this one waits."""
+    with _guard:
+        lock = _locks.setdefault((variant, case, seed, device), threading.Lock())
+    with lock:
+        right = _inputs_of(variant, case, seed, device)
+        # Made once, when they are first asked for.
+        _ = right.oracle, right.units, right.plain_errors
+        return right
 
 
-def _plain(variant: Variant, x: Tensors, case: Case) -> Tensors:
-    """Textbook attention in the storage type, with torch's autograd."""
-    needs_grad = variant.pass_ == "backward"
-    q, k, v = (x[name].clone().requires_grad_(needs_grad) for name in ("q", "k", "v"))
-    group = case.shape.group
-    queries = q.transpose(1, 2)
-    keys = k.repeat_interleave(group, 2).transpose(1, 2)
-    values = v.repeat_interleave(group, 2).transpose(1, 2)
-    s = queries @ keys.mT * case.softmax_scale
-    n_q, n_k = s.shape[-2:]
-    blind = torch.zeros(n_q, 1, dtype=torch.bool)
-    if variant.causal:
-        hidden = torch.arange(n_k) > torch.arange(n_q)[:, None] + (n_k - n_q)
-        blind = hidden.all(1, keepdim=True)
-        # A finite fill in rows that see nothing: autograd through a row of -inf gives NaN.
-        s = s.masked_fill(hidden & ~blind, -math.inf)
-    row_blind = blind.squeeze(1)
-    p = s.softmax(-1).masked_fill(blind, 0.0)
-    out = (p @ values).transpose(1, 2)
-    if not needs_grad:
-        # LSE is float32 for every storage type, and so is its plain counterpart.
-        if q.dtype == torch.float32:
-            lse = s.logsumexp(-1).masked_fill(row_blind, -math.inf)
-        else:
-            lse = _plain(variant, {n: t.float() for n, t in x.items()}, case)["LSE"]
-        return {"O": out, "LSE": lse}
-    seen_lse = s.float().logsumexp(-1).masked_fill(row_blind, 0.0)
-    ((out * x["dout"]).float().sum() + seen_lse.sum()).backward()  # type: ignore[no-untyped-call]
-    grads = {"dQ": q.grad, "dK": k.grad, "dV": v.grad}
-    return {name: grad for name, grad in grads.items() if grad is not None}
-
-
-def _beyond_yardstick(
-    name: str, got: torch.Tensor, oracle: np.ndarray[Any, Any], plain: np.ndarray[Any, Any]
-) -> str | None:
-    """Why one output is wrong: the worst element of all, against twice the plain error."""
-    value = got.double().numpy()
-    finite = np.isfinite(oracle)
-    if not np.array_equal(value[~finite], oracle[~finite], equal_nan=True):
-        return f"{name} is not {oracle[~finite].flat[0]} where it must be"
-    error = np.abs(value - oracle)[finite]
-    largest = float(np.abs(oracle[finite]).max(initial=0.0))
-    plain_error = float(np.abs(plain - oracle)[finite].max(initial=0.0))
-    limit = YARDSTICK * plain_error + FLOOR[_storage(got, name)] * max(largest, 1.0)
-    worst = float(error.max(initial=0.0)) if not np.isnan(error).any() else math.nan
-    if worst <= limit:
-        return None
-    return f"{name} is off by {worst:.3g}, but {limit:.3g} is allowed"
-
-
-def _storage(got: torch.Tensor, name: str) -> torch.dtype:
-    return torch.float32 if name == "LSE" else got.dtype
-
-
-@functools.lru_cache(maxsize=2)
-def _timing_inputs(problem: Problem, seed: int) -> Tensors:
-    """Inputs at the problem's own sizes; a backward also gets out, lse and dlse."""
-    x = inputs(problem.variant, problem.shape, seed)
-    if problem.variant.pass_ == "backward":
-        s = problem.shape
-        x["out"] = torch.zeros(x["dout"].shape, dtype=x["dout"].dtype)
-        # Any finite row sum does for timing: the cost does not depend on the values.
-        x["lse"] = torch.full((s.batch, s.heads_q, s.seq_q), 8.0)
-    return x
-
-
-def timed(module: Module, problem: Problem, seed: int, warm_up: bool) -> float:
-    """Microseconds of one call: the first call alone (warm-up), or the mean of one round."""
-    x = _timing_inputs(problem, seed)
-    scale, offset = problem.variant.head_dim_qk**-0.5, problem.causal_offset
-    q, k, v = x["q"], x["k"], x["v"]
-
-    def call() -> None:
-        if problem.variant.pass_ == "forward":
-            launch.forward(module, q, k, v, scale, offset)
-        else:
-            launch.backward(module, q, k, v, x["out"], x["lse"], x["dout"], None, scale, offset)
-
-    once = _seconds(call, 1)
-    if warm_up or once >= ROUND_SECONDS:
-        return once * 1e6
-    n_calls = min(MAX_CALLS, max(1, round(ROUND_SECONDS / once)))
-    return _seconds(call, n_calls) / n_calls * 1e6
-
-
-def _seconds(call: Callable[[], None], n_calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(n_calls):
-        call()
-    return time.perf_counter() - start
+@functools.lru_cache(maxsize=64)
+def _inputs_of(variant: Variant, case: Case, seed: int, device: str) -> yardstick.Case:
+    """The CPU family computes in float32 whatever it stores."""
+    x, s = inputs(variant, case.shape, seed), case.shape
+    backward = variant.pass_ == "backward"
+    return yardstick.Case(
+        x["q"],
+        x["k"],
+        x["v"],
+        x["dout"] if backward else None,
+        torch.ones(s.batch, s.heads_q, s.seq_q) if backward else None,
+        softmax_scale=case.softmax_scale,
+        causal=variant.causal,
+        arithmetic=torch.float32 if device == "cpu" else None,
+        foreign_lse=True,
+    )

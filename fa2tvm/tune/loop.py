@@ -1,18 +1,26 @@
-"""The loop of a tuning job: propose, build, check, time, write down."""
+"""The loop of a tuning job: propose, build, check, time, write down.
+
+Problems of one variant are tuned together: a module serves every length, so that each candidate is
+built and checked once and timed on all of them. A loop is a generator that says what it waits for,
+so that others go on meanwhile (interleave.py).
+"""
 
 from __future__ import annotations
 
-import shutil
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fa2tvm.errors import InfeasibleSchedule
-from fa2tvm.records import program_version, tuning_key, versions
-from fa2tvm.schedule import Schedule, schedule_from_dict
-from fa2tvm.tune.database import Trial, TrialLog
+from fa2tvm.blocks import ceil_div
+from fa2tvm.schedule import Schedule
 from fa2tvm.tune.nouns import (
+    GPU_BATCH,
+    GPU_TOGETHER,
+    PROMOTION_SEED,
     BuilderLike,
     Failure,
     JobResult,
@@ -22,36 +30,46 @@ from fa2tvm.tune.nouns import (
     RunnerLike,
     Stop,
 )
-from fa2tvm.tune.provenance import utc_now
-from fa2tvm.tune.search import Search
-from fa2tvm.tune.space import Space
-
-# The first round is small, to show a result soon.
-FIRST_BATCH = 4
+from fa2tvm.tune.problem_job import Job
 
 
 @dataclass
 class Budget:
-    """Trials and seconds that are left."""
+    """Trials and seconds that are left; the seconds run from `begin`."""
 
     trials: int | None
     seconds: float | None
-    started: float = field(default_factory=time.monotonic)
+    started: float | None = None
+
+    def begin(self) -> None:
+        """Start the clock, if it does not run yet."""
+        if self.started is None:
+            self.started = time.monotonic()
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started
+        """Seconds since the clock was started."""
+        return 0.0 if self.started is None else time.monotonic() - self.started
 
-    def room(self, done: int, seconds_per_trial: float) -> int:
-        """How many more trials fit."""
+    def room(self, done: int, ahead: int, seconds_per_trial: float, latency_s: float = 0.0) -> int:
+        """How many more trials fit beside `ahead` that are under way.
+
+        Parameters
+        ----------
+        seconds_per_trial
+            0 where it is not known, or says nothing.
+        latency_s
+            How long a trial takes from its proposal on.
+        """
         rooms = [1 << 30]
         if self.trials is not None:
-            rooms.append(self.trials - done)
+            rooms.append(self.trials - done - ahead)
         if self.seconds is not None:
             left = self.seconds - self.elapsed
-            unknown = FIRST_BATCH if left > 0 else 0
-            rooms.append(int(left / seconds_per_trial) if seconds_per_trial else unknown)
+            if left <= latency_s:
+                return 0
+            if seconds_per_trial:
+                rooms.append(int(left / seconds_per_trial) - ahead)
         return max(0, min(rooms))
 
     def seconds_left(self, done: int, seconds_per_trial: float) -> float | None:
@@ -64,224 +82,214 @@ class Budget:
         return max(0.0, min(left)) if left else None
 
 
-@dataclass
-class Job:
-    """State of a running job."""
+@dataclass(frozen=True)
+class Awaited:
+    """What a loop waits for: so many of these builds."""
 
-    space: Space
-    log: TrialLog
+    builds: tuple[Future[Path | Failure], ...]
+    enough: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop can go on."""
+        return sum(build.done() for build in self.builds) >= self.enough
+
+
+@dataclass
+class Loop:
+    """Jobs of one variant in step, each with its own search, log and verdict.
+
+    Attributes
+    ----------
+    order
+        Builds of a lower one come first.
+    pending
+        What is being built or waits for it.
+    clock_from, done_from
+        When the budget's clock was first seen to run, and the trials that were done by then.
+    proposed_at, took_s
+        When each of `pending` was proposed, and how long the latest took until they were measured.
+    """
+
+    jobs: Sequence[Job]
     builder: BuilderLike
     runner: RunnerLike
     options: Options
     budget: Budget
+    seed: int
     progress: Callable[[Progress], None]
-    done: int = 0
-    failed: int = 0
-    default: Trial | None = None
+    order: int = 0
     default_path: Path | None = None
-    best: Trial | None = None
-    loop_started: float = 0.0
+    pending: dict[Schedule, Future[Path | Failure]] = field(default_factory=dict)
+    clock_from: float | None = None
+    done_from: int = 0
+    proposed_at: dict[Schedule, float] = field(default_factory=dict)
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=GPU_BATCH))
+    stopped: Stop = "interrupted"
+
+    def steps(self, resume: bool) -> Iterator[Awaited]:
+        """All of it; stops where the next step needs builds that are not there yet.
+
+        Raises
+        ------
+        InfeasibleSchedule
+            Where the default schedule cannot be built, is wrong or cannot be timed.
+        ServerUnavailable
+            Where a device elsewhere is meant, and no server is to be had any more.
+        """
+        earlier = [job.known(job.earlier()) if resume else {} for job in self.jobs]
+        self._tell("starting")
+        first = self.jobs[0].space
+        variant = first.problem.variant
+        default = self.builder.submit(variant, first.default, self.order)
+        try:
+            for seed in dict.fromkeys((self.seed, PROMOTION_SEED)):
+                self.runner.expect(variant, seed)
+            if self.options.overlap:
+                for job, known in zip(self.jobs, earlier, strict=True):
+                    job.search.expect(list(known))
+                self._refill()
+            yield Awaited((default,), 1)
+            self._measure_default(default.result())
+            for job, known in zip(self.jobs, earlier, strict=True):
+                job.teach(known)
+            yield from self._rounds()
+        finally:
+            for build in (default, *self.pending.values()):
+                build.cancel()
+        self._tell("done")
 
     @property
-    def key(self) -> str:
-        """What its trials belong to."""
-        problem, device = self.space.problem, self.space.device
-        program = program_version(self.space.family, problem.variant.pass_)
-        return tuning_key(problem, self.space.family, device.slug, program, versions())
+    def has_results(self) -> bool:
+        """Whether every problem has a default that was measured."""
+        return all(job.default is not None for job in self.jobs)
 
-    def run(self, search: Search, resume: bool) -> JobResult:
-        """The whole job, after its workers and its search exist."""
-        earlier = self._earlier() if resume else []
-        self._tell("starting")
-        stopped: Stop = "interrupted"
-        try:
-            self._measure_default(search)
-            self._teach(search, earlier)
-            stopped = self._loop(search)
-        except KeyboardInterrupt:
-            if self.default is None:
-                raise
-        self._tell("done")
-        return self._result(search, stopped)
+    def results(self) -> list[JobResult]:
+        """What was found, at the end or when the loop was interrupted."""
+        return [job.result(self.budget.elapsed, self.stopped) for job in self.jobs]
 
-    def _loop(self, search: Search) -> Stop:
-        self.loop_started = time.monotonic()
-        first_trials = self.done
+    def _rounds(self) -> Iterator[Awaited]:
         while True:
-            measured = self.done - first_trials
-            per_trial = (time.monotonic() - self.loop_started) / measured if measured else 0.0
-            room = self.budget.room(self.done, per_trial)
-            if room <= 0:
-                out_of_trials = self.budget.trials is not None and self.done >= self.budget.trials
-                return "trials" if out_of_trials else "seconds"
-            batch = search.propose(min(room, self.options.batch if measured else FIRST_BATCH))
-            if not batch:
-                return "exhausted"
-            search.report(batch, self._try(batch))
+            room = self._refill()
+            if not self.pending:
+                self.stopped = self._why(room)
+                return
+            builds = tuple(self.pending.values())
+            together = GPU_TOGETHER if self.options.overlap else len(builds)
+            yield Awaited(builds, min(together, len(builds)))
+            self._measure([s for s, build in self.pending.items() if build.done()])
 
-    def _measure_default(self, search: Search) -> None:
-        """Trial 0: everything is compared with it, and it is what a user gets without tuning."""
-        schedule = self.space.default
-        self._tell("building")
-        (built,) = self.builder.build([schedule])
-        times: Measured | Failure
-        if isinstance(built, Failure):
-            times = built
+    @property
+    def _done(self) -> int:
+        return max(job.done for job in self.jobs)
+
+    @property
+    def _seconds_per_trial(self) -> float:
+        """Since the clock runs and trials have come; 0 where nothing is known."""
+        if self.budget.started is None:
+            return 0.0
+        if self.clock_from is None:
+            self.clock_from, self.done_from = time.monotonic(), self._done
+        measured = self._done - self.done_from
+        return (time.monotonic() - self.clock_from) / measured if measured else 0.0
+
+    def _why(self, room: int) -> Stop:
+        if room > 0:
+            return "exhausted"
+        out_of_trials = self.budget.trials is not None and self._done >= self.budget.trials
+        return "trials" if out_of_trials else "seconds"
+
+    def _refill(self) -> int:
+        """Have as many candidates built as may be under way; how many more would fit then."""
+        is_first = not self.options.overlap and self._done <= 1
+        wanted = self.options.first_batch if is_first else self.options.batch
+        ahead = len(self.pending) + (not self.has_results)
+        if self.options.overlap:
+            # So many are under way that their mean time says nothing of how long one takes.
+            latency = statistics.median(self.took_s) if self.took_s else 0.0
+            room = self.budget.room(self._done, ahead, 0.0, latency)
         else:
-            self.default_path = built
-            times = self.runner.check(built) or self.runner.time([built], self.options.rounds)[0]
-        if isinstance(times, Failure):
-            self._write(schedule, times, None)
-            raise InfeasibleSchedule(
-                f"default schedule {schedule.to_dict()} of {self.space.problem.name} failed "
-                f"({times.kind}: {times.reason}); correct the kernel before tuning it."
-            )
-        self.default = self.best = self._write(schedule, times, times.us)
-        search.report([schedule], [times.us * 1e-6])
-        self._tell("timing")
+            room = self.budget.room(self._done, ahead, self._seconds_per_trial)
+        schedules = self._propose(min(room, wanted - len(self.pending))) if room > 0 else []
+        if schedules:
+            self._tell("building")
+        variant = self.jobs[0].space.problem.variant
+        for schedule in schedules:
+            self.pending[schedule] = self.builder.submit(variant, schedule, self.order)
+            self.proposed_at[schedule] = time.monotonic()
+        return room
 
-    def _earlier(self) -> list[Trial]:
-        """Trials of this very problem, kernel and versions; others never apply."""
-        name, key = self.space.problem.name, self.key
-        return [t for t in self.log.load() if t.key == key and t.problem == name]
+    def _propose(self, most: int) -> list[Schedule]:
+        """What the searches propose in turn, each its share."""
+        batch: dict[Schedule, None] = {}
+        for index, job in enumerate(self.jobs):
+            share = ceil_div(max(0, most - len(batch)), len(self.jobs) - index)
+            new = job.search.propose(share) if share else []
+            batch.update(dict.fromkeys(new))
+            for other in self.jobs:
+                other.search.expect(new)
+        return list(batch)
 
-    def _teach(self, search: Search, earlier: Sequence[Trial]) -> None:
-        """Hand earlier trials to the population and the cost model, in today's microseconds."""
-        schedules: list[Schedule] = []
-        seconds: list[float | None] = []
-        for trial in earlier:
-            try:
-                schedule = schedule_from_dict(
-                    self.space.family, self.space.problem.variant.pass_, trial.decisions
-                )
-            except InfeasibleSchedule:
-                continue
-            if not self.space.contains(schedule) or schedule == self.space.default:
-                continue
-            schedules.append(schedule)
-            seconds.append(self._todays_seconds(trial))
-            self._keep_if_best(trial)
-        search.report(schedules, seconds)
-
-    def _try(self, batch: Sequence[Schedule]) -> list[float | None]:
-        """Build, check, time and write down one batch; seconds of each, None where it failed."""
-        trials: dict[Schedule, Trial] = {}
-        right: dict[Schedule, Path] = {}
-        self._tell("building")
-        for schedule, built in zip(batch, self.builder.build(batch), strict=True):
-            if isinstance(built, Path):
-                right[schedule] = built
+    def _measure_default(self, built: Path | Failure) -> None:
+        failure = built if isinstance(built, Failure) else self.runner.check(built, self.seed)
+        for job in self.jobs:
+            outcome: Measured | Failure
+            if failure is not None or isinstance(built, Failure):
+                assert failure is not None
+                outcome = failure
             else:
-                trials[schedule] = self._write(schedule, built, None)
-        self._tell("checking")
-        for schedule, path in list(right.items()):
-            failure = self.runner.check(path)
-            if failure is not None:
-                del right[schedule]
-                trials[schedule] = self._write(schedule, failure, None)
+                self.default_path = built
+                (outcome,) = self.runner.time(job.space.problem, [built], self.options.rounds)
+            job.take_default(outcome)
         self._tell("timing")
-        trials |= self._time(right)
-        self._tell("timing")
-        return [self._todays_seconds(trials[schedule]) for schedule in batch]
 
-    def _time(self, right: dict[Schedule, Path]) -> dict[Schedule, Trial]:
-        """Time modules beside the default and write them down."""
+    def _measure(self, schedules: Sequence[Schedule]) -> None:
+        """Check, time and write down what has been built."""
+        failed: dict[Schedule, Failure] = {}
+        right: dict[Schedule, Path] = {}
+        self._tell("checking")
+        for schedule in schedules:
+            built = self.pending.pop(schedule).result()
+            failure = built if isinstance(built, Failure) else self.runner.check(built, self.seed)
+            if isinstance(built, Path) and failure is None:
+                right[schedule] = built
+            elif failure is not None:
+                failed[schedule] = failure
+        self._tell("timing")
+        for job in self.jobs:
+            mine = [s for s in schedules if job.space.contains(s)]
+            times, default = self._time(job, {s: right[s] for s in mine if s in right})
+            job.take({s: failed.get(s) or times[s] for s in mine}, default)
+        now, began = time.monotonic(), self.budget.started
+        proposed = [self.proposed_at.pop(s) for s in schedules]
+        if began is not None:  # before, they waited for other loops' builds
+            self.took_s.extend(now - max(began, at) for at in proposed)
+        self._tell("timing")
+
+    def _time(
+        self, job: Job, right: dict[Schedule, Path]
+    ) -> tuple[dict[Schedule, Measured | Failure], Measured | Failure | None]:
+        """Time modules on one problem, beside the default."""
         if not right:
-            return {}
+            return {}, None
         assert self.default_path is not None
         paths = [self.default_path, *right.values()]
-        default, *times = self.runner.time(paths, self.options.rounds)
-        us_default = default.us if isinstance(default, Measured) else None
-        trials = {}
-        for (schedule, path), outcome in zip(right.items(), times, strict=True):
-            trials[schedule] = self._write(schedule, outcome, us_default)
-            self._keep_if_best(trials[schedule])
-            shutil.rmtree(path, ignore_errors=True)
-        return trials
-
-    def _todays_seconds(self, trial: Trial) -> float | None:
-        """Seconds on the clock of trial 0, so that batches of a drifting machine compare."""
-        if trial.us is None or self.default is None or self.default.us is None:
-            return None
-        return trial.relative * self.default.us * 1e-6
-
-    def _keep_if_best(self, trial: Trial) -> None:
-        if trial.us is None:
-            return
-        if self.best is None or trial.relative < self.best.relative:
-            self.best = trial
-
-    def _write(
-        self, schedule: Schedule, outcome: Measured | Failure, us_default: float | None
-    ) -> Trial:
-        if isinstance(outcome, Measured) and us_default is None:
-            outcome = Failure("timing", "the default schedule could not be timed beside it")
-        measured = isinstance(outcome, Measured)
-        trial = self.log.append(
-            key=self.key,
-            problem=self.space.problem.name,
-            decisions=schedule.to_dict(),
-            us=outcome.us if isinstance(outcome, Measured) else None,
-            us_default=us_default if measured else None,
-            runs_us=outcome.runs_us if isinstance(outcome, Measured) else (),
-            error=outcome.kind if isinstance(outcome, Failure) else None,
-            reason=outcome.reason if isinstance(outcome, Failure) else None,
-            date=utc_now(),
-        )
-        self.done += 1
-        self.failed += not measured
-        return trial
+        default, *times = self.runner.time(job.space.problem, paths, self.options.rounds)
+        return dict(zip(right, times, strict=True)), default
 
     def _tell(self, phase: str) -> None:
-        best, default = self.best, self.default
-        best_seconds = self._todays_seconds(best) if best else None
-        best_us = best_seconds * 1e6 if best_seconds else None
-        flops = self.space.problem.flops()
-        measured = max(self.done - 1, 0)
-        per_trial = (time.monotonic() - self.loop_started) / measured if measured else 0.0
+        """Say where it stands: best and default are those of the problem with most work."""
+        job = max(self.jobs, key=lambda job: job.space.problem.flops())
+        best_us = job.best_us()
         self.progress(
             Progress(
                 phase=phase,
-                trials=self.done,
-                failed=self.failed,
+                trials=self._done,
+                failed=job.failed,
                 budget=self.budget.trials,
                 best_us=best_us,
-                default_us=default.us if default else None,
-                gflops=flops / best_us / 1e3 if best_us else None,
-                seconds_left=self.budget.seconds_left(self.done, per_trial),
+                default_us=job.default.us if job.default else None,
+                gflops=job.space.problem.flops() / best_us / 1e3 if best_us else None,
+                seconds_left=self.budget.seconds_left(self._done, self._seconds_per_trial),
             )
-        )
-
-    def _result(self, search: Search, stopped: Stop) -> JobResult:
-        assert self.default is not None
-        assert self.best is not None
-        return JobResult(
-            problem=self.space.problem,
-            family=self.space.family,
-            folder=self.log.folder,
-            default=self.default,
-            best=self.best,
-            trials=self.done,
-            failed=self.failed,
-            seconds=self.budget.elapsed,
-            stopped=stopped,
-            message=self._message(search, stopped),
-        )
-
-    def _message(self, search: Search, stopped: Stop) -> str:
-        why = {
-            "trials": "the trials are used up",
-            "seconds": "the time is up",
-            "exhausted": f"no feasible point of the {self.space.size} is left",
-            "interrupted": "it was interrupted",
-        }[stopped]
-        if stopped == "exhausted" and search.rejections:
-            reason, count = search.rejections.most_common(1)[0]
-            why += f" ({count} proposals were refused: {reason.rstrip('.')})"
-        stopped_because = f"Stopped after {self.done} trials because {why};"
-        if self.best is None or self.best == self.default:
-            return f"{stopped_because} the default schedule stays the best."
-        return (
-            f"{stopped_because} the best schedule is {1 / self.best.relative:.2f} times as fast as "
-            "the default."
         )

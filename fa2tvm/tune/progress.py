@@ -18,22 +18,23 @@ _SECONDS_PER_LINE = 5.0
 
 
 class LiveProgress:
-    """Shows the `Progress` of one job: a live line in a terminal, now and then a line elsewhere.
+    """Shows the `Progress` of jobs: live lines in a terminal, now and then a line elsewhere.
 
     Parameters
     ----------
     title
-        What is tuned.
+        What is tuned, where `show` does not say it.
     console
         Where to show it; standard error by default.
     """
 
-    def __init__(self, title: str, console: Console | None = None) -> None:
+    def __init__(self, title: str = "", console: Console | None = None) -> None:
         self._title = title
         self._console = console or Console(stderr=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._started = time.monotonic()
-        self._next_line = 0.0
+        self._states: dict[str, Progress] = {}
+        self._next_line: dict[str, float] = {}
 
     def __enter__(self) -> LiveProgress:
         if self._console.is_terminal:
@@ -48,29 +49,39 @@ class LiveProgress:
     ) -> None:
         self._live.stop()
 
-    def show(self, progress: Progress) -> None:
-        """Show where the job stands; pass this as `progress` to `tune`."""
+    def show(self, progress: Progress, title: str | None = None) -> None:
+        """Show where a job stands; pass this as `progress` to `tune`."""
+        title = self._title if title is None else title
+        self._states[title] = progress
         if self._console.is_terminal:
-            self._live.update(self._line(progress))
+            self._live.update(self._lines())
             return
         now = time.monotonic()
-        if now >= self._next_line or progress.phase in ("starting", "done"):
-            self._next_line = now + _SECONDS_PER_LINE
-            self._console.print(
-                f"{self._title}: {describe(progress)}", soft_wrap=True, highlight=False
-            )
+        if now >= self._next_line.get(title, 0.0) or progress.phase in ("starting", "done"):
+            self._next_line[title] = now + _SECONDS_PER_LINE
+            self._console.print(f"{title}: {describe(progress)}", soft_wrap=True, highlight=False)
 
-    def _line(self, progress: Progress) -> Table:
+    def drop(self, title: str) -> None:
+        """Take a job that has ended from the screen."""
+        self._states.pop(title, None)
+        if self._console.is_terminal:
+            self._live.update(self._lines())
+
+    def _lines(self) -> Table:
+        rows = Table.grid(padding=(0, 1))
+        for title, progress in self._states.items():
+            bar = ProgressBar(total=1.0, completed=self._share(progress), width=20)
+            rows.add_row(Text(title, style="bold"), bar, describe(progress))
+        return rows
+
+    def _share(self, progress: Progress) -> float:
         elapsed = time.monotonic() - self._started
         shares = [0.0]
         if progress.budget:
             shares.append(progress.trials / progress.budget)
         if progress.seconds_left is not None and elapsed:
             shares.append(elapsed / (elapsed + progress.seconds_left))
-        row = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=1.0, completed=min(1.0, max(shares)), width=20)
-        row.add_row(Text(self._title, style="bold"), bar, describe(progress))
-        return row
+        return min(1.0, max(shares))
 
 
 def describe(progress: Progress) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fa2tvm.device import Device
-from fa2tvm.errors import CorruptRecord, InfeasibleSchedule
+from fa2tvm.errors import CorruptRecord, InfeasibleSchedule, require_at_least
 from fa2tvm.lookup import family_for, home
 from fa2tvm.problem import Problem
 from fa2tvm.records import (
@@ -22,15 +24,28 @@ from fa2tvm.records import (
 )
 from fa2tvm.schedule import Schedule, schedule_from_dict
 from fa2tvm.tune.database import TRIALS, Trial, TrialLog, job_lock
-from fa2tvm.tune.job import make_workers
-from fa2tvm.tune.nouns import BuilderLike, Failure, Measured, Options, RunnerLike
-from fa2tvm.tune.provenance import utc_now
+from fa2tvm.tune.job import keep, log_folder, open_workers
+from fa2tvm.tune.nouns import (
+    PROMOTION_SEED,
+    Failure,
+    Measured,
+    Options,
+    RunnerLike,
+    Workers,
+    require_served,
+)
+from fa2tvm.tune.provenance import add_verdict, utc_now
 from fa2tvm.tune.space import Space
 
-# A winner must be this much faster in the median round, and faster in this share of the rounds.
-CLEARLY = 1.02
+# A winner must be this much faster in the median round, by kind of device, and faster in this
+# share of the rounds. Repeats of a burst differ by 0.3 to 0.5 % on an H200 (2026-11-30).
+CLEARLY = {"llvm": 1.02, "cuda": 1.005}
 SHARE_OF_ROUNDS = 0.75
-ROUNDS = 15
+# A round on a GPU is a burst of three samples.
+ROUNDS = {"llvm": 15, "cuda": 21}
+# On a GPU the best of the long problems must hold their lead at the clocks that power leaves, too.
+SUSTAINED_CONTENDERS, SUSTAINED_ROUNDS = 2, 1
+SUSTAINED_LEAST = 0.995
 
 
 @dataclass(frozen=True)
@@ -43,14 +58,35 @@ class Contender:
         Median over the rounds of default's time / its own; None where it failed.
     wins
         Share of the rounds in which it beat the default.
+    sustained_us, sustained_ratio
+        The same back to back; None where that was not measured.
     """
 
     trial: Trial
     schedule: Schedule
-    us: float | None
-    ratio: float | None
-    wins: float | None
-    failure: Failure | None
+    us: float | None = None
+    ratio: float | None = None
+    wins: float | None = None
+    failure: Failure | None = None
+    sustained_us: float | None = None
+    sustained_ratio: float | None = None
+
+    @property
+    def merit(self) -> float:
+        """What the winner has most of: its ratio, both ways of measuring taken together."""
+        return math.sqrt((self.ratio or 0.0) * (self.sustained_ratio or self.ratio or 0.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The evidence for the job's file."""
+        return {
+            "trial": self.trial.trial,
+            "us": self.us,
+            "ratio": self.ratio,
+            "wins": self.wins,
+            "sustained_us": self.sustained_us,
+            "sustained_ratio": self.sustained_ratio,
+            "failure": f"{self.failure.kind}: {self.failure.reason}" if self.failure else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -73,20 +109,26 @@ class Promoted:
     message: str
 
 
-def promote(
-    problem: Problem,
+def promote(problem: Problem, device: Device, **options: Any) -> Promoted:
+    """Measure the best trials of one problem again; see `promote_together`."""
+    (promoted,) = promote_together([problem], device, **options)
+    return promoted
+
+
+def promote_together(
+    problems: Sequence[Problem],
     device: Device,
     *,
     logs: Path | None = None,
     schedules: Path | None = None,
     top: int = 5,
-    rounds: int = ROUNDS,
-    seed: int = 1,
+    rounds: int | None = None,
+    seed: int = PROMOTION_SEED,
     family: str | None = None,
     options: Options | None = None,
-    workers: tuple[BuilderLike, RunnerLike] | None = None,
-) -> Promoted:
-    """Measure the best trials of a problem again and write the winner into `schedules`.
+    workers: Workers | None = None,
+) -> list[Promoted]:
+    """Measure the best trials of problems of one variant again; the winners go into `schedules`.
 
     The contenders are checked against the oracle with fresh data and timed in interleaved rounds in
     one process. Where none beats the default clearly, the default is the recorded winner.
@@ -96,41 +138,80 @@ def promote(
     logs, schedules
         Roots of the logs and of the records; those of the user's home by default.
     top
-        Trials that are measured again.
+        Trials of each problem that are measured again.
+    rounds
+        Interleaved rounds; by default those of `ROUNDS` for the kind of device.
+    workers
+        Builder and runner to use, which stay open; worker processes of its own by default.
 
     Raises
     ------
     CorruptRecord
-        Where the log holds no measured trial of this problem, kernel and versions.
+        Where a log holds no measured trial of this problem, kernel and versions.
     InfeasibleSchedule
         Where the default schedule cannot be built or is wrong.
     JobBusy
-        Where a tuning job is running in the log's folder.
+        Where a tuning job is running in a log's folder.
+    ServerUnavailable
+        Where a device elsewhere is meant, and its server is lost: no verdict is written.
+    UnsupportedProblem
+        For a `top`, `rounds` or `seed` that is too small.
     """
-    family = family or family_for(device)
-    options = options or Options()
-    space = Space.of(problem, device, family)
+    require_at_least(1, top=top, rounds=rounds)
+    require_at_least(0, seed=seed)
+    family = family or family_for(device, problems[0].variant)
+    options = options or Options.of(device)
     logs = logs if logs is not None else home() / "tuning_logs"
     schedules = schedules if schedules is not None else home() / "schedules"
-    folder = logs / device.slug / problem.variant.pass_ / problem.name
-    chosen = _best_trials(space, folder, top)
-    with job_lock(folder), tempfile.TemporaryDirectory(prefix="fa2tvm-promote-") as scratch:
-        builder, runner = workers or make_workers(problem, device, seed, Path(scratch), options)
-        try:
-            contenders = _measure(chosen, builder, runner, rounds)
-        finally:
-            builder.close()
-            runner.close()
-    default = contenders[0]
+    spaces = [Space.of(problem, device, family) for problem in problems]
+    folders = [log_folder(logs, problem, device, family) for problem in problems]
+    chosen = [_best_trials(s, folder, top) for s, folder in zip(spaces, folders, strict=True)]
+    verdicts = []
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            stack.enter_context(job_lock(folder))
+        builder, runner = workers or stack.enter_context(open_workers(device, options))
+        runner.start()
+        variant = problems[0].variant
+        every = list(dict.fromkeys(s for trials in chosen for _, s in trials))
+        runner.expect(variant, seed)
+        builds = {schedule: builder.submit(variant, schedule) for schedule in every}
+        built = {schedule: build.result() for schedule, build in builds.items()}
+        for schedule, path in built.items():
+            if isinstance(path, Path):
+                built[schedule] = runner.check(path, seed) or path
+        require_served(built.values())
+        for space, trials, folder in zip(spaces, chosen, folders, strict=True):
+            contenders = _measure(space, trials, built, runner, rounds or ROUNDS[device.kind])
+            if device.kind == "cuda" and space.problem.length_class == "long":
+                contenders = _sustain(space, contenders, built, runner)
+            verdicts.append(_verdict(space, contenders, built, folder, logs, schedules))
+    return verdicts
+
+
+def _verdict(
+    space: Space,
+    contenders: list[Contender],
+    built: dict[Schedule, Path | Failure],
+    folder: Path,
+    logs: Path,
+    schedules: Path,
+) -> Promoted:
+    """Choose the winner and write it down with its evidence."""
+    problem, device, default = space.problem, space.device, contenders[0]
     if default.us is None:
         raise InfeasibleSchedule(
             f"default schedule {default.schedule.to_dict()} of {problem.name} failed "
             f"({default.failure}); correct the kernel before promoting."
         )
-    winner = _winner(contenders)
+    winner = _winner(contenders, device.kind)
     record = _record(space, winner, default, folder.relative_to(logs))
     path = schedules / device.slug / f"{problem.variant.pass_}.jsonl"
     merge_records(path, [record])
+    add_verdict(folder, winner.trial.trial, [c.to_dict() for c in contenders])
+    for contender in (default, winner):
+        with contextlib.suppress(OSError):  # the verdict stands where there is no room for that
+            keep(built[contender.schedule])
     return Promoted(record, path, tuple(contenders), _message(problem, winner, default))
 
 
@@ -161,25 +242,23 @@ def _best_trials(space: Space, folder: Path, top: int) -> list[tuple[Trial, Sche
 
 
 def _measure(
+    space: Space,
     chosen: Sequence[tuple[Trial, Schedule]],
-    builder: BuilderLike,
+    built: dict[Schedule, Path | Failure],
     runner: RunnerLike,
     rounds: int,
 ) -> list[Contender]:
-    """Build, check and time everything; the first is the default."""
-    runner.start()
-    outcomes: list[Path | Measured | Failure] = list(builder.build([s for _, s in chosen]))
-    builder.close()
-    for index, built in enumerate(outcomes):
-        if isinstance(built, Path):
-            outcomes[index] = runner.check(built) or built
+    """Time everything that was built and is right; the first is the default."""
+    outcomes: list[Path | Measured | Failure] = [built[schedule] for _, schedule in chosen]
     right = [(index, path) for index, path in enumerate(outcomes) if isinstance(path, Path)]
-    for (index, _), times in zip(right, runner.time([p for _, p in right], rounds), strict=True):
-        outcomes[index] = times
+    times = runner.time(space.problem, [path for _, path in right], rounds)
+    require_served(times)
+    for (index, _), measured in zip(right, times, strict=True):
+        outcomes[index] = measured
     default = outcomes[0]
     contenders = []
     for (trial, schedule), outcome in zip(chosen, outcomes, strict=True):
-        contender = Contender(trial, schedule, None, None, None, None)
+        contender = Contender(trial, schedule)
         if isinstance(outcome, Failure):
             contender = replace(contender, failure=outcome)
         elif isinstance(outcome, Measured) and isinstance(default, Measured):
@@ -195,18 +274,53 @@ def _measure(
     return contenders
 
 
-def _winner(contenders: Sequence[Contender]) -> Contender:
-    """The one with the best median ratio that beats the default clearly, else the default."""
-    default, *others = contenders
-    clear = [
+def _sustain(
+    space: Space,
+    contenders: list[Contender],
+    built: dict[Schedule, Path | Failure],
+    runner: RunnerLike,
+) -> list[Contender]:
+    """Time the best of those that are clearly ahead back to back, beside the default."""
+    default = contenders[0]
+    best = sorted(_clear(contenders, space.device.kind), key=lambda c: -c.merit)
+    chosen = [default, *best[:SUSTAINED_CONTENDERS]]
+    paths = [path for c in chosen if isinstance(path := built[c.schedule], Path)]
+    if len(chosen) < 2 or len(paths) < len(chosen):
+        return contenders
+    outcomes = runner.sustain(space.problem, paths, SUSTAINED_ROUNDS)
+    require_served(outcomes)
+    measured: dict[Schedule, Contender] = {}
+    for contender, outcome in zip(chosen, outcomes, strict=True):
+        if isinstance(outcome, Failure):
+            measured[contender.schedule] = replace(contender, failure=outcome, ratio=None)
+        elif isinstance(outcomes[0], Measured):
+            pairs = zip(outcomes[0].runs_us, outcome.runs_us, strict=True)
+            measured[contender.schedule] = replace(
+                contender,
+                sustained_us=outcome.us,
+                sustained_ratio=statistics.median(a / b for a, b in pairs),
+            )
+    return [measured.get(contender.schedule, contender) for contender in contenders]
+
+
+def _clear(contenders: Sequence[Contender], kind: str) -> list[Contender]:
+    """Those that beat the default, the first, clearly."""
+    return [
         c
-        for c in others
+        for c in contenders[1:]
         if c.ratio is not None
         and c.wins is not None
-        and c.ratio >= CLEARLY
+        and c.ratio >= CLEARLY[kind]
         and c.wins >= SHARE_OF_ROUNDS
     ]
-    return max(clear, key=lambda c: c.ratio or 0.0, default=default)
+
+
+def _winner(contenders: Sequence[Contender], kind: str) -> Contender:
+    """The one of most merit that beats the default clearly, else the default."""
+    clear = _clear(contenders, kind)
+    if any(c.sustained_ratio is not None for c in clear):
+        clear = [c for c in clear if (c.sustained_ratio or 0.0) >= SUSTAINED_LEAST]
+    return max(clear, key=lambda c: c.merit, default=contenders[0])
 
 
 def _record(space: Space, winner: Contender, default: Contender, folder: Path) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from collections import Counter, deque
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fa2tvm.schedule import Schedule
-from fa2tvm.tune.cost_model import make_cost_model
+from fa2tvm.tune.cost_model import WARMUP_TRIALS, make_cost_model
 from fa2tvm.tune.space import Space, import_meta_schedule
 
 # Rounds without one new candidate after which the space counts as exhausted.
@@ -29,16 +30,20 @@ class Search:
         Decides every random choice: equal results give equal proposals.
     batch
         Schedules that one round of evolution picks.
+    neighbours
+        Points one decision away from the default that are proposed before all but the hand-picked
+        ones: what each decision is worth by itself teaches the model most.
     """
 
-    def __init__(self, space: Space, seed: int, batch: int) -> None:
+    def __init__(self, space: Space, seed: int, batch: int, neighbours: int = 0) -> None:
         ms = import_meta_schedule()
         import tvm
 
         self._ms = ms
         self._space = space
         self._seen: set[Schedule] = set()
-        self._queue: deque[Schedule] = deque()
+        self._tried: set[Schedule] = set()
+        self._queue: deque[Schedule] = deque(first_picks(space, seed, neighbours))
         self._candidates: dict[Schedule, Any] = {}
         self.rejections: Counter[str] = Counter()
         self._mod = space.workload()
@@ -71,13 +76,33 @@ class Search:
         self._context.pre_tuning(_NO_LIMIT, batch, designs, self._database, self._model)
 
     def propose(self, most: int) -> list[Schedule]:
-        """New feasible schedules, the most promising first; empty when the space has no more."""
+        """New feasible schedules, the most promising first; empty when the space has no more.
+
+        The hand-picked ones come before all others.
+        """
+        found: list[Schedule] = []
         for _ in range(_EMPTY_ROUNDS):
-            if not self._queue:
-                self._queue.extend(self._generate())
-            if self._queue:
-                return [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
-        return []
+            while self._queue and len(found) < most:
+                schedule = self._queue.popleft()
+                if schedule not in self._tried:
+                    self._tried.add(schedule)
+                    found.append(schedule)
+            if found:
+                break
+            self._queue.extend(self._generate())
+        return found
+
+    def predict(self, schedules: Sequence[Schedule]) -> list[float | None]:
+        """The model's score of each: the best time so far over its own; None before it learned."""
+        if not schedules or self._model.measured < WARMUP_TRIALS:
+            return [None] * len(schedules)
+        candidates = [self._candidates.get(s) or self._candidate(s) for s in schedules]
+        return [float(score) for score in self._model.predict(self._context, candidates)]
+
+    def expect(self, schedules: Sequence[Schedule]) -> None:
+        """Propose none of these any more: another search has, and the results will be reported."""
+        self._seen.update(schedules)
+        self._tried.update(schedules)
 
     def _generate(self) -> list[Schedule]:
         """One round of evolution: what is new among its picks."""
@@ -99,6 +124,7 @@ class Search:
         candidates, results = [], []
         for schedule, time in zip(schedules, seconds, strict=True):
             self._seen.add(schedule)
+            self._tried.add(schedule)
             candidate = self._candidates.pop(schedule, None) or self._candidate(schedule)
             candidates.append(candidate)
             failed = ms.runner.RunnerResult(None, "failed")
@@ -124,6 +150,22 @@ class Search:
         self._space.apply(sch, schedule)
         args = self._ms.arg_info.ArgInfo.from_entry_func(self._mod, remove_preproc=False)
         return self._ms.MeasureCandidate(sch, args)
+
+
+def first_picks(space: Space, seed: int, neighbours: int) -> list[Schedule]:
+    """The family's hand-picked points, and some that differ from its default in one decision."""
+    default = space.default
+    near = [
+        dataclasses.replace(default, **{name: value})
+        for name, values in space.choices.items()
+        for value in values
+        if value != getattr(default, name)
+    ]
+    near = [schedule for schedule in near if not space.reasons(schedule)]
+    chosen = random.Random(seed).sample(near, min(neighbours, len(near)))
+    picked = type(default).hand_picked(space.problem, space.device)
+    fitting = [s for s in picked if space.contains(s) and not space.reasons(s)]
+    return [s for s in dict.fromkeys([*fitting, *chosen]) if s != default]
 
 
 def _feasibility(space: Space, rejections: Counter[str]) -> Any:

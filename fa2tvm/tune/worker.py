@@ -1,24 +1,28 @@
 """A worker process: it may crash, hang or eat memory, and the job goes on without it.
 
 The parent holds one end of a socket; requests and answers are JSON. The worker dies with its parent
-(PR_SET_PDEATHSIG on Linux, end of file on the socket elsewhere).
+(PR_SET_PDEATHSIG on Linux, end of file on the socket elsewhere). Where the parent ends it, what the
+worker has started itself, a linker or another compiler, ends too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +32,8 @@ _PR_SET_PDEATHSIG = 1
 _REASON_CHARACTERS = 400
 # Starting a worker imports torch or tvm, on a busy machine.
 _START_TIMEOUT_S = 120.0
+# An answer that has begun to arrive is here in this time, and has a few hundred bytes.
+_REST_S, _MOST_BYTES = 5, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class WorkerSpec:
 
 
 class WorkerFailure(Exception):
-    """A request got no answer: `kind` is "crash", "hang" or "memory"."""
+    """A request got no answer: `kind` is "crash", "hang", "memory" or "closed"."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -71,6 +77,8 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._greeted = False
+        self._closed = False
+        self._lifecycle = threading.RLock()
         self._deadline = 0.0
         self._timeout_s = 0.0
         self._log = spec.scratch / f"{spec.role.rpartition('.')[2]}-{id(self):x}.log"
@@ -87,9 +95,21 @@ class Worker:
         return self._deadline
 
     def start(self) -> None:
-        """Start the process; does nothing while one is running."""
-        if self._process is not None:
-            return
+        """Start the process; does nothing while one is running.
+
+        Raises
+        ------
+        WorkerFailure
+            Where no process can be started, or the worker is closed: a job was interrupted while
+            another of its threads builds.
+        """
+        with self._lifecycle:
+            if self._closed:
+                raise WorkerFailure("closed", "the job has ended")
+            if self._process is None:
+                self._start()
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
         environment = {
@@ -99,23 +119,36 @@ class Worker:
         }
         if self.spec.threads is not None:
             environment["OMP_NUM_THREADS"] = str(self.spec.threads)
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-        theirs.close()
+        try:
+            with self._log.open("ab") as log:
+                # A session of its own: the worker and all that it starts can be ended at once.
+                starting = _starter().submit(
+                    subprocess.Popen,
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+                self._process = starting.result()
+        except OSError as error:
+            ours.close()
+            raise WorkerFailure("crash", f"no worker can be started ({error})") from error
+        finally:
+            theirs.close()
+        # What a candidate has made of its process may send half an answer.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _REST_S, 0))
         self._connection = Connection(ours.detach())
         hello = {
             "role": self.spec.role,
             "plugins": self.spec.plugins,
             "memory_bytes": self.spec.memory_bytes,
         }
-        self._connection.send_bytes(json.dumps(hello).encode())
+        # One that has died already is noticed when its answer is awaited.
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(json.dumps(hello).encode())
 
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send one request and wait for its answer.
@@ -153,21 +186,32 @@ class Worker:
             self.kill()
             raise WorkerFailure("hang", f"no answer within {self._timeout_s:g} s")
         try:
-            answer: dict[str, Any] = json.loads(self.connection.recv_bytes())
+            answer: dict[str, Any] = json.loads(self.connection.recv_bytes(_MOST_BYTES))
         except (EOFError, OSError):
             raise self._death() from None
+        except ValueError:
+            self.kill()
+            raise WorkerFailure("crash", "the worker's answer was garbled") from None
         return answer
 
     def kill(self) -> None:
-        """End the process and reap it."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        self._greeted = False
+        """End the process with all that it has started, and reap it."""
+        with self._lifecycle:
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+                self._process = None
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            self._greeted = False
+
+    def close(self) -> None:
+        """End the process for good."""
+        with self._lifecycle:
+            self._closed = True
+            self.kill()
 
     def _await_hello(self) -> None:
         if not self.connection.poll(_START_TIMEOUT_S):
@@ -199,6 +243,16 @@ class Worker:
         return WorkerFailure(kind, shorten(f"the worker died ({how}) {last}"))
 
 
+@functools.cache
+def _starter() -> ThreadPoolExecutor:
+    """A thread that lasts as long as this process and starts all workers.
+
+    The kernel sends PR_SET_PDEATHSIG when the thread that started a process ends, not its process.
+    """
+    os.register_at_fork(after_in_child=_starter.cache_clear)
+    return ThreadPoolExecutor(1, thread_name_prefix="fa2tvm-workers")
+
+
 def shorten(text: str) -> str:
     """A reason on one line, not longer than a log needs."""
     line = " ".join(text.split())
@@ -207,7 +261,7 @@ def shorten(text: str) -> str:
 
 def main(handle: int, parent: int) -> None:
     """Serve requests until the parent closes the socket."""
-    _die_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(handle)
     hello = json.loads(connection.recv_bytes())
@@ -249,7 +303,7 @@ def _requests(connection: Connection) -> Any:
         yield inbox.get()
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
