@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fa2tvm.bench import gpu
 from fa2tvm.device import Device, cpu_model, detect
 from fa2tvm.errors import CompileFailed
 from fa2tvm.records import versions
@@ -20,18 +21,17 @@ _SECONDS = 0.25
 _COPIED_BYTES = 256 << 20  # beyond any cache, also of a large server
 
 
-def provenance(peak: bool = True) -> dict[str, Any]:
-    """The `run` of every row: device, versions, commit, date, and the peaks in GFLOP/s and GB/s."""
-    device = detect()
+def provenance(kind: str = "cpu") -> dict[str, Any]:
+    """The `run` of every row: device, versions, commit, date, and the peaks in GFLOP/s and GB/s.
+
+    Parameters
+    ----------
+    kind
+        "cpu" or "cuda", the current GPU.
+    """
     commit, _, changed = (git_commit() or "").partition("+")
     return {
-        "device": device.slug,
-        "device_name": cpu_model(),
-        "threads": torch.get_num_threads(),
-        "peak_gflops": fma_peak_gflops(device, torch.get_num_threads()) if peak else None,
-        "memory_gbs": copy_gbs() if peak else None,
-        "driver": None,
-        "cuda": None,
+        **(_cpu() if kind == "cpu" else {"threads": None, **gpu.provenance()}),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -41,6 +41,19 @@ def provenance(peak: bool = True) -> dict[str, Any]:
         "commit": commit or None,
         "dirty": bool(changed) if commit else None,
         "date": utc_now(),
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    device = detect()
+    return {
+        "device": device.slug,
+        "device_name": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "peak_gflops": fma_peak_gflops(device, torch.get_num_threads()),
+        "memory_gbs": copy_gbs(),
+        "driver": None,
+        "cuda": None,
     }
 
 

@@ -76,7 +76,7 @@ def main(name: str, dtype: DType, pass_: PassName, peer: str, threads: str) -> N
     )
     for warm_up in (True, False):
         size = small if warm_up else workload
-        prepared = PEERS[peer].prepare(size.problem(pass_, dtype))
+        prepared = PEERS[peer].prepare(size.problem(pass_, dtype), "cpu")
         with prepared.context():
             call = prepare_call(prepared, Case.make(size, dtype, seed=0), pass_)
             _reset_high_water_mark()

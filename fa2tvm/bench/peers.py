@@ -1,6 +1,6 @@
 """Who is compared: every peer behind one call in the layout (batch, seq, heads, dim).
 
-A peer is one entry of `PEERS`. GPU peers register the same way.
+A peer is one entry of `PEERS`; those of packages are in packages.py.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fa2tvm.device import Device, detect
 from fa2tvm.errors import PeerUnavailable
 from fa2tvm.problem import PassName, Problem, Variant
 from fa2tvm.schedule import Schedule, schedule_class
 
+Prepare: TypeAlias = "Callable[[Problem, str], Prepared]"
 AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Context = contextlib.AbstractContextManager[Any]
 
@@ -58,57 +60,59 @@ class Peer:
     Attributes
     ----------
     prepare
-        Problem -> Prepared; raises PeerUnavailable with the reason.
+        (Problem, "cpu" or "cuda") -> Prepared; raises PeerUnavailable with the reason.
     ours
         Whether it is held to twice the error of plain PyTorch attention.
+    kinds
+        The devices on which it is a peer: "cpu", "cuda".
     """
 
     name: str
-    prepare: Callable[[Problem], Prepared]
+    prepare: Prepare
     ours: bool = False
+    kinds: tuple[str, ...] = ("cpu", "cuda")
 
 
 PEERS: dict[str, Peer] = {}
 
 
 def register(
-    name: str, *, ours: bool = False
-) -> Callable[[Callable[[Problem], Prepared]], Callable[[Problem], Prepared]]:
+    name: str, *, ours: bool = False, kinds: tuple[str, ...] = ("cpu", "cuda")
+) -> Callable[[Prepare], Prepare]:
     """Decorate a `prepare` function: it becomes the peer of that name."""
 
-    def add(prepare: Callable[[Problem], Prepared]) -> Callable[[Problem], Prepared]:
-        PEERS[name] = Peer(name, prepare, ours)
+    def add(prepare: Prepare) -> Prepare:
+        PEERS[name] = Peer(name, prepare, ours, kinds)
         return prepare
 
     return add
 
 
 @register("fa2tvm", ours=True)
-def _ours(problem: Problem) -> Prepared:
+def _ours(problem: Problem, device: str) -> Prepared:
     from fa2tvm import api
-    from fa2tvm.device import detect
     from fa2tvm.lookup import lookup
 
+    here = device_of(device)
     schedules, origins = {}, {}
     for part in _parts(problem):
         pass_ = part.variant.pass_
-        schedules[pass_] = api.module_for(part).schedule
-        found = lookup(part, detect())
+        schedules[pass_] = api.module_for(part, _gpu(here)).schedule
+        found = lookup(part, here)
         origins[pass_] = found.origin if found.schedule == schedules[pass_] else "pack"
-    return _prepared(problem, schedules, origins, contextlib.nullcontext)
+    return _prepared(problem, here, schedules, origins, contextlib.nullcontext)
 
 
 @register("fa2tvm-default", ours=True)
-def _ours_default(problem: Problem) -> Prepared:
+def _ours_default(problem: Problem, device: str) -> Prepared:
     from fa2tvm import api
-    from fa2tvm.device import detect
     from fa2tvm.lookup import family_for
 
-    device = detect()
+    here = device_of(device)
     schedules = {
-        part.variant.pass_: schedule_class(family_for(device), part.variant.pass_).default(
-            part.variant, device
-        )
+        part.variant.pass_: schedule_class(
+            family_for(here, part.variant), part.variant.pass_
+        ).default(part.variant, here)
         for part in _parts(problem)
     }
 
@@ -119,7 +123,21 @@ def _ours_default(problem: Problem) -> Prepared:
                 stack.enter_context(api.use_schedule(schedule))
             yield
 
-    return _prepared(problem, schedules, dict.fromkeys(schedules, "default"), untuned)
+    return _prepared(problem, here, schedules, dict.fromkeys(schedules, "default"), untuned)
+
+
+def device_of(kind: str) -> Device:
+    """The CPU or the current GPU."""
+    if kind == "cpu":
+        return detect()
+    from fa2tvm import cuda_runtime
+
+    return cuda_runtime.device(torch.cuda.current_device())
+
+
+def _gpu(device: Device) -> Device | None:
+    """What `module_for` wants: a GPU, or None for the CPU."""
+    return device if device.kind == "cuda" else None
 
 
 def _parts(problem: Problem) -> list[Problem]:
@@ -131,6 +149,7 @@ def _parts(problem: Problem) -> list[Problem]:
 
 def _prepared(
     problem: Problem,
+    device: Device,
     schedules: Mapping[PassName, Schedule],
     origins: Mapping[PassName, str],
     context: Callable[[], Context],
@@ -146,7 +165,7 @@ def _prepared(
     return Prepared(
         attention,
         context,
-        prime=lambda: [api.module_for(part) for part in _parts(problem)],
+        prime=lambda: [api.module_for(part, _gpu(device)) for part in _parts(problem)],
         provenance={
             "family": schedules[pass_].family,
             "schedule": schedules[pass_].to_dict(),
@@ -178,12 +197,27 @@ def _sdpa(backend: SDPBackend, problem: Problem) -> Prepared:
 
 
 @register("sdpa-flash")
-def _sdpa_flash(problem: Problem) -> Prepared:
+def _sdpa_flash(problem: Problem, device: str) -> Prepared:
+    """On a GPU this is FlashAttention-2."""
+    del device
     return _sdpa(SDPBackend.FLASH_ATTENTION, problem)
 
 
-@register("sdpa-math")
-def _sdpa_math(problem: Problem) -> Prepared:
+@register("sdpa-cudnn", kinds=("cuda",))
+def _sdpa_cudnn(problem: Problem, device: str) -> Prepared:
+    del device
+    return _sdpa(SDPBackend.CUDNN_ATTENTION, problem)
+
+
+@register("sdpa-efficient", kinds=("cuda",))
+def _sdpa_efficient(problem: Problem, device: str) -> Prepared:
+    del device
+    return _sdpa(SDPBackend.EFFICIENT_ATTENTION, problem)
+
+
+@register("sdpa-math", kinds=("cpu",))
+def _sdpa_math(problem: Problem, device: str) -> Prepared:
+    del device
     shape = problem.shape
     # S, P and, backward, dP and dS are all alive at once, in float32.
     needed_bytes = 4 * 4 * shape.batch * shape.heads_q * shape.seq_q * shape.seq_kv
@@ -197,12 +231,12 @@ def _sdpa_math(problem: Problem) -> Prepared:
 
 
 @register("flex-compiled")
-def _flex(problem: Problem) -> Prepared:
+def _flex(problem: Problem, device: str) -> Prepared:
     if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
         raise PeerUnavailable("this PyTorch has no flex_attention.")
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
+    if not any(shutil.which(name) for name in ("g++", "clang++", "gcc", "cc")):
         raise PeerUnavailable("torch.compile needs a C++ compiler and none is on PATH.")
-    if problem.variant.pass_ == "backward":
+    if device == "cpu" and problem.variant.pass_ == "backward":
         raise PeerUnavailable("flex_attention has no backward on CPUs.")
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -211,10 +245,10 @@ def _flex(problem: Problem) -> Prepared:
     if variant.causal:
         offset = problem.causal_offset
         block_mask = create_block_mask(
-            lambda _b, _h, i, j: j <= i + offset, None, None, shape.seq_q, shape.seq_kv, "cpu"
+            lambda _b, _h, i, j: j <= i + offset, None, None, shape.seq_q, shape.seq_kv, device
         )
     gqa = shape.heads_q != shape.heads_kv
-    compiled = _compiled_flex(variant, gqa)
+    compiled = _compiled_flex(variant, gqa, device)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = compiled(
@@ -230,14 +264,16 @@ def _flex(problem: Problem) -> Prepared:
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled_flex(variant: Variant, gqa: bool) -> Callable[..., torch.Tensor]:
-    """Compiled for any length of one variant; the least recent variant is dropped."""
+def _compiled_flex(variant: Variant, gqa: bool, device: str) -> Callable[..., torch.Tensor]:
+    """Compiled for one variant, the least recent is dropped: for any length, on a GPU for each."""
     del variant, gqa
     from torch.nn.attention.flex_attention import flex_attention
 
     # Dynamo falls back to eager code after eight versions of one function.
     torch._dynamo.reset()
-    return torch.compile(flex_attention, dynamic=True)
+    # A backward that is timed again and again on one graph may not give its inputs away.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(flex_attention, dynamic=device == "cpu")
 
 
 def _available_bytes() -> int:

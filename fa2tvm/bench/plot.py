@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fa2tvm.bench.report import Cell, cells, machine_line
+from fa2tvm.bench.report import machine_line
 from fa2tvm.bench.rows import Row
+from fa2tvm.bench.tables import Cell, cells
 from fa2tvm.errors import CorruptRecord
 
 _COLORS = ("#1b6ca8", "#7fb3d5", "#e07a3f", "#b8b8b8", "#6a994e", "#9c6ade")
@@ -30,7 +31,8 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
     timed = [row for row in rows if row["us_p50"] is not None]
     if not timed:
         raise CorruptRecord("no row holds a time, so there is nothing to plot; measure again.")
-    draw = {"scaling": _scaling, "calls": _calls}.get(timed[0]["what"], _speed)
+    kinds = {"scaling": _scaling, "calls": _calls, "ablation_v1_v2": _ablation}
+    draw = kinds.get(timed[0]["what"], _speed)
     figure = draw(pyplot, timed)
     line = textwrap.fill(machine_line(timed[0]), int(15 * figure.get_figwidth()))
     figure.suptitle(line, fontsize=7)
@@ -44,6 +46,32 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
 def _colors(rows: Sequence[Row]) -> dict[str, str]:
     peers = dict.fromkeys(row["peer"] for row in rows)
     return {peer: _COLORS[i % len(_COLORS)] for i, peer in enumerate(peers)}
+
+
+def _ablation(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """TFLOP/s of every point, a panel for each problem; the first point is full version 2."""
+    panels = cells(rows)
+    columns = 3
+    lines = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(10, 2.2 * lines + 0.6), squeeze=False, sharey=True
+    )
+    colors = _colors(rows)
+    for axis, cell in zip(axes.flat, panels, strict=False):
+        points = [peer for peer in colors if peer in cell]
+        speeds = [cell[peer]["tflops"] for peer in points]
+        bars = axis.barh(range(len(points)), speeds, color=[colors[peer] for peer in points])
+        axis.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
+        axis.set_yticks(range(len(points)), points, fontsize=7)
+        axis.set_xlim(right=1.2 * max(speeds))
+        axis.tick_params(axis="x", labelsize=7)
+        axis.set_title(_short_label(next(iter(cell.values()))).replace("\n", " "), fontsize=8)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    axes[0, 0].invert_yaxis()
+    for axis in axes[-1]:
+        axis.set_xlabel("TFLOP/s", fontsize=8)
+    return figure
 
 
 def _speed(pyplot: Any, rows: Sequence[Row]) -> Any:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
+from fa2tvm.bench import gpu_report
 from fa2tvm.bench.rows import Row
+from fa2tvm.bench.tables import OURS, Cell, absences, cells, geometric_mean, grouped, table
 
-OURS, OURS_DEFAULT = "fa2tvm", "fa2tvm-default"
 _SDPA_PREFIX = "sdpa"
-
-Cell = dict[str, Row]
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """All tables that the rows hold, each under the machine that they were measured on."""
     parts = []
-    for run_rows in _grouped(rows, lambda row: str(sorted(row["run"].items()))):
+    for run_rows in grouped(rows, lambda row: str(sorted(row["run"].items()))):
         parts.append(machine_line(run_rows[0]))
-        for what_rows in _grouped(run_rows, lambda row: str(row["what"])):
+        for what_rows in grouped(run_rows, lambda row: str(row["what"])):
             what = what_rows[0]["what"]
-            make = {"scaling": _scaling_tables, "calls": _calls_tables}.get(what, _speed_tables)
+            speed = gpu_report.tables if gpu_report.is_gpu(what_rows[0]["run"]) else _speed_tables
+            make = {"scaling": _scaling_tables, "calls": _calls_tables}.get(what, speed)
             parts += make(what_rows)
     return "\n\n".join(parts) + "\n"
 
@@ -29,6 +27,8 @@ def markdown(rows: Sequence[Row]) -> str:
 def machine_line(row: Row) -> str:
     """The provenance of a row as one sentence."""
     run = row["run"]
+    if gpu_report.is_gpu(run):
+        return gpu_report.machine_line(run)
     commit = (run["commit"] or "no checkout")[:12] + (" with changes" if run["dirty"] else "")
     peak = f"measured FMA peak {run['peak_gflops']} GFLOP/s" if run["peak_gflops"] else "no peak"
     return (
@@ -36,14 +36,6 @@ def machine_line(row: Row) -> str:
         f"torch {run['torch']}, TVM {run['tvm']}, fa2tvm {run['fa2tvm']} ({commit}), "
         f"{run['date']}."
     )
-
-
-def cells(rows: Iterable[Row]) -> list[Cell]:
-    """The rows of each (workload, dtype, pass, mode), by peer, in the order measured."""
-    grouped: dict[tuple[str, ...], Cell] = defaultdict(dict)
-    for row in rows:
-        grouped[row["workload"], row["dtype"], row["pass"], row["mode"]][row["peer"]] = row
-    return list(grouped.values())
 
 
 def ratio(cell: Cell) -> float | None:
@@ -59,30 +51,11 @@ def ratio(cell: Cell) -> float | None:
     return float(min(sdpa) / ours["us_p50"])
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive numbers; NaN of none."""
-    if not values:
-        return math.nan
-    return math.exp(sum(math.log(value) for value in values) / len(values))
-
-
-def _grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> list[list[Row]]:
-    groups: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[key(row)].append(row)
-    return list(groups.values())
-
-
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    ruler = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ruler, *lines])
-
-
 def _summary(rows: Sequence[Row]) -> list[str]:
     """One line for each dtype, pass and mode, and one for each dtype with several passes."""
     lines = []
-    for of_dtype in _grouped(rows, lambda row: f"{row['dtype']}, {row['mode']}"):
-        by_pass = _grouped(of_dtype, lambda row: str(row["pass"]))
+    for of_dtype in grouped(rows, lambda row: f"{row['dtype']}, {row['mode']}"):
+        by_pass = grouped(of_dtype, lambda row: str(row["pass"]))
         for group in by_pass if len(by_pass) == 1 else [*by_pass, of_dtype]:
             ratios = [r for r in map(ratio, cells(group)) if r is not None]
             if not ratios:
@@ -105,13 +78,13 @@ def _summary(rows: Sequence[Row]) -> list[str]:
                 ]
             )
     header = ["F.sdpa / fa2tvm", "problems", "geometric mean", "least", "most", "% of peak"]
-    return [_table(header, lines)] if lines else []
+    return [table(header, lines)] if lines else []
 
 
 def _speed_tables(rows: Sequence[Row]) -> list[str]:
     """The summary, a table for each dtype, pass and mode, and why a peer is absent."""
     parts = _summary(rows)
-    for group in _grouped(rows, lambda row: f"{row['dtype']}, {row['pass']}, {row['mode']}"):
+    for group in grouped(rows, lambda row: f"{row['dtype']}, {row['pass']}, {row['mode']}"):
         first = group[0]
         parts.append(f"#### {first['dtype']}, {first['pass']} ({first['mode']})")
         group_cells = cells(group)
@@ -119,8 +92,8 @@ def _speed_tables(rows: Sequence[Row]) -> list[str]:
         timed = [p for p in peers if any(c.get(p, {}).get("us_p50") for c in group_cells)]
         header = ["problem", "fa2tvm ms", "GFLOP/s", "% of peak", "F.sdpa / fa2tvm"]
         header += [f"{peer} ms" for peer in timed]
-        parts.append(_table(header, [_speed_line(cell, timed) for cell in group_cells]))
-        parts += _absences(group)
+        parts.append(table(header, [_speed_line(cell, timed) for cell in group_cells]))
+        parts += absences(group)
     return parts
 
 
@@ -149,25 +122,13 @@ def _ms(row: Row) -> str:
     return f"{p50:.{digits}f} ({p20:.{digits}f}–{p80:.{digits}f})"
 
 
-def _absences(rows: Sequence[Row]) -> list[str]:
-    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for row in rows:
-        if row["error"] is not None:
-            reasons[row["peer"], row["error"]].append(row["workload"])
-    everywhere = len({row["workload"] for row in rows})
-    return [
-        f"{peer} is absent{'' if len(where) == everywhere else ' for ' + ', '.join(where)}: {why}"
-        for (peer, why), where in reasons.items()
-    ]
-
-
 def _scaling_tables(rows: Sequence[Row]) -> list[str]:
     """Time over N^2 against its mean, and extra memory over N, for each peer and pass."""
     parts = []
-    for group in _grouped(rows, lambda row: f"{row['peer']} {row['pass']}"):
+    for group in grouped(rows, lambda row: f"{row['peer']} {row['pass']}"):
         timed = [row for row in group if row["us_p50"] is not None]
         if not timed:
-            parts += _absences(group)
+            parts += absences(group)
             continue
         costs = [1e3 * row["us_p50"] / row["seq_q"] ** 2 for row in timed]
         middle = geometric_mean([min(costs), max(costs)])
@@ -195,18 +156,18 @@ def _scaling_tables(rows: Sequence[Row]) -> list[str]:
             "of it results MiB",
             "B / N",
         ]
-        parts.append(_table(header, lines))
-        parts += _absences(group)
+        parts.append(table(header, lines))
+        parts += absences(group)
     return parts
 
 
 def _calls_tables(rows: Sequence[Row]) -> list[str]:
     """CPU and wall microseconds of one call."""
     lines = []
-    for cell in cells(rows):
+    for cell in cells(row for row in rows if row["us_p50"] is not None):
         for row in cell.values():
             what = "forward" if row["pass"] == "forward" else "forward + backward"
             wall = f"{row['us_p50']:.1f} ({row['us_p20']:.1f}–{row['us_p80']:.1f})"
             lines.append([row["workload"], what, row["peer"], f"{row['cpu_us_p50']:.1f}", wall])
     header = ["problem", "pass", "peer", "CPU µs", "wall µs"]
-    return ["#### One call", _table(header, lines)]
+    return ["#### One call", table(header, lines), *absences(rows)]

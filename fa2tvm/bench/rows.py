@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fa2tvm.errors import CorruptRecord
-from fa2tvm.problem import Problem
+from fa2tvm.problem import Problem, Shape, Variant
+from fa2tvm.records import write_atomically
 
 Row = dict[str, Any]
 
@@ -35,6 +36,8 @@ COLUMNS = (
     "us_p80",
     "cpu_us_p50",
     "samples",
+    "power_w",
+    "clock_mhz",
     "tflops",
     "rel_err",
     "rel_err_plain",
@@ -44,6 +47,13 @@ COLUMNS = (
     "schedule",
     "error",
 )
+
+# What a row of another script may leave out; `_complete` says what stands there instead.
+_OPTIONAL = frozenset(
+    {"what", "workload", "cpu_us_p50", "samples", "rel_err_plain", "extra_bytes", "output_bytes"}
+    | {"origin", "schedule", "power_w", "clock_mhz"}
+)
+_RUN = ("device_name", "threads", "peak_gflops", "memory_gbs", "commit", "dirty")
 
 
 def new_row(what: str, workload: str, peer: str, mode: str, problem: Problem) -> Row:
@@ -75,7 +85,7 @@ def write_rows(rows: Iterable[Row], path: Path) -> tuple[Path, Path]:
     """Write `path` (.jsonl) and its twin with the suffix .csv; returns both."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
     table = path.with_suffix(".csv")
     run_keys = sorted({key for row in rows for key in row["run"]})
     with table.open("w", newline="") as file:
@@ -88,7 +98,7 @@ def write_rows(rows: Iterable[Row], path: Path) -> tuple[Path, Path]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, or of every .jsonl file below a folder.
+    """The rows of a file, or of every .jsonl file below a folder, with every column.
 
     Raises
     ------
@@ -107,10 +117,32 @@ def read_rows(path: Path) -> list[Row]:
                 raise CorruptRecord(
                     f"{file}:{number} is no JSON ({error}); measure it again."
                 ) from None
-            missing = [c for c in COLUMNS if c not in row] if isinstance(row, dict) else ["peer"]
+            needed = [c for c in COLUMNS if c not in _OPTIONAL]
+            missing = [c for c in needed if c not in row] if isinstance(row, dict) else ["peer"]
             if missing or "run" not in row:
                 raise CorruptRecord(
                     f"{file}:{number} lacks {', '.join(missing) or 'run'}; measure it again."
                 )
-            rows.append(row)
+            rows.append(_complete(row, file))
     return rows
+
+
+def _complete(row: Row, file: Path) -> Row:
+    """A row with every column: `what` is the file's name, `workload` follows from the sizes."""
+    if all(column in row for column in COLUMNS):
+        return row
+    run = row["run"]
+    filled: Row = {**dict.fromkeys(COLUMNS), "what": file.stem, **row}
+    filled["run"] = {
+        **dict.fromkeys(_RUN),
+        "device_name": run["device"],
+        "commit": run.get("fa2tvm_commit"),
+        **run,
+    }
+    if filled["workload"] is None:
+        head_dims = (row["head_dim"], row["head_dim_v"])
+        variant = Variant("forward", row["dtype"], *head_dims, bool(row["causal"]))
+        shape = Shape(row["batch"], row["heads_q"], row["heads_kv"], row["seq_q"], row["seq_kv"])
+        name = Problem(variant, shape).name
+        filled["workload"] = name.removeprefix(f"forward_{row['dtype']}_")
+    return filled

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fa2tvm.bench.calls import measure_calls
-from fa2tvm.bench.measure import Policy, measure
+from fa2tvm.bench.measure import Pass, Policy, measure
 from fa2tvm.bench.memory import extra_memory
 from fa2tvm.bench.peers import PEERS
 from fa2tvm.bench.rows import Row
@@ -14,7 +14,7 @@ from fa2tvm.errors import PeerUnavailable
 from fa2tvm.problem import DType, PassName, Problem
 from fa2tvm.workloads import Workload, tagged
 
-Cell = tuple[Workload, DType, tuple[PassName, ...]]
+Cell = tuple[Workload, DType, tuple[Pass, ...]]
 
 # The speed table; half precision is for inference.
 _PASSES_OF_DTYPE: dict[DType, tuple[PassName, ...]] = {
@@ -25,19 +25,20 @@ _PASSES_OF_DTYPE: dict[DType, tuple[PassName, ...]] = {
 _SCALING_PEERS = ("fa2tvm", "sdpa-flash")
 
 
-def known_peers(names: Iterable[str]) -> list[str]:
-    """The names, all of them where there are none.
+def known_peers(names: Iterable[str], kind: str = "cpu") -> list[str]:
+    """The names; where there are none, all peers of a kind of device, "cpu" or "cuda".
 
     Raises
     ------
     PeerUnavailable
-        For a name that is no peer.
+        For a name that is no peer there.
     """
-    names = list(names) or list(PEERS)
+    known = [name for name, peer in PEERS.items() if kind in peer.kinds]
+    names = list(names) or known
     for name in names:
-        if name not in PEERS:
+        if name not in known:
             raise PeerUnavailable(
-                f"peer is {name!r}, but only {', '.join(PEERS)} exist; choose one."
+                f"peer is {name!r}, but only {', '.join(known)} exist on {kind}; choose one."
             )
     return names
 
@@ -51,9 +52,14 @@ def speed_table() -> list[Cell]:
     ]
 
 
+def gpu_table(passes: Sequence[Pass]) -> list[Cell]:
+    """The cells of the GPU's speed table, in bfloat16."""
+    return [(workload, "bfloat16", tuple(passes)) for workload in tagged("gpu")]
+
+
 def cells_of(problems: Iterable[Problem]) -> list[Cell]:
     """Problems that differ in nothing but their pass, together."""
-    passes: dict[tuple[Workload, DType], list[PassName]] = {}
+    passes: dict[tuple[Workload, DType], list[Pass]] = {}
     for problem in problems:
         v = problem.variant
         name = problem.name.removeprefix(f"{v.pass_}_{v.dtype}_")
@@ -71,10 +77,11 @@ def speed(
     what: str,
     run: dict[str, Any],
     seed: int = 0,
+    device: str = "cpu",
 ) -> Iterator[Row]:
     """Every peer on every workload; rows come as they are measured."""
     for workload, dtype, passes in cells:
-        for row in measure(workload, dtype, passes, peers, policy, what, seed):
+        for row in measure(workload, dtype, passes, peers, policy, what, seed, device):
             yield {**row, "run": run}
 
 
@@ -94,8 +101,8 @@ def scaling(policy: Policy, run: dict[str, Any], seed: int = 0) -> Iterator[Row]
             yield {**row, "run": run}
 
 
-def calls(run: dict[str, Any], seed: int = 0) -> Iterator[Row]:
+def calls(run: dict[str, Any], seed: int = 0, device: str = "cpu") -> Iterator[Row]:
     """CPU time of one tiny call."""
     for workload in tagged("tiny"):
-        for row in measure_calls(workload, seed):
+        for row in measure_calls(workload, seed, device):
             yield {**row, "run": run}
