@@ -2,316 +2,339 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fa2tvm.bench.report import OURS, cells, machine_line
 from fa2tvm.bench.rows import Row
+from fa2tvm.bench.tables import OURS, Cell, geometric_mean
 from fa2tvm.errors import CorruptRecord
-from fa2tvm.problem import Problem, Shape, Variant
-from fa2tvm.viz.figures import COLORS, INK, MARKERS, Picture, draw
-from fa2tvm.viz.report_page import Section, paragraph, ratio_style, table, write_report
-
-# Shares of peak that the papers give for an A100 in 16 bits, in percent. Source: arXiv:2307.08691,
-# introduction and section 4.1.
-PUBLISHED = {
-    ("forward", "v1"): (30, 50),
-    ("forward", "v2"): (50, 73),
-    ("backward", "v1"): (25, 35),
-    ("backward", "v2"): (63, 63),
-}
-_PANELS_IN_A_ROW = 4
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows that may be compared: one device, mode, commit and number of threads."""
-
-    device: str
-    mode: str
-    commit: str
-    threads: int
-    rows: tuple[Row, ...]
-
-    @property
-    def title(self) -> str:
-        """What the rows have in common."""
-        return f"{self.device}, {self.mode}, {self.threads} threads, commit {self.commit}"
-
-    @property
-    def timed(self) -> list[Row]:
-        """Rows with a rate."""
-        return [r for r in self.rows if r["us_p50"] is not None and r["tflops"]]
-
-    @property
-    def runs(self) -> list[str]:
-        """The provenance of each run, one sentence each."""
-        return list(dict.fromkeys(machine_line(row) for row in self.rows))
-
-
-def groups(rows: Iterable[Row]) -> list[Group]:
-    """Rows apart by what must not be mixed: device, mode, commit, threads."""
-    found: dict[tuple[str, str, str, int], list[Row]] = defaultdict(list)
-    for row in rows:
-        run = row["run"]
-        commit = (run["commit"] or "unknown")[:12] + (" with changes" if run["dirty"] else "")
-        device = f"{run['device_name']} ({run['device']})"
-        found[device, row["mode"], commit, run["threads"]].append(row)
-    return [Group(*key, tuple(members)) for key, members in found.items()]
+from fa2tvm.viz import bench_figures as figures
+from fa2tvm.viz.bench_groups import (
+    SWEEP,
+    Ceilings,
+    Group,
+    best_peer,
+    cells,
+    groups,
+    ratios,
+    summary,
+)
+from fa2tvm.viz.figures import Picture
+from fa2tvm.viz.report_page import (
+    Link,
+    Section,
+    TableRow,
+    folded,
+    paragraph,
+    ratio_style,
+    table,
+    write_report,
+)
 
 
 def write(rows: Sequence[Row], path: Path) -> list[Path]:
-    """The report of some rows as a page with its pictures beside it; returns what was written.
+    """The report of some rows as a page, and its pictures as PNG in a folder named after it.
+
+    Parameters
+    ----------
+    rows
+        As `read_rows` gives them; those of a sweep are counted and left out.
+    path
+        The page.
 
     Raises
     ------
     CorruptRecord
-        Where no row holds a rate.
+        Where no row holds a time.
     """
-    parts = [group for group in groups(rows) if group.timed]
+    parts = [g for g in groups(rows) if any(r["us_p50"] is not None for r in g.rows)]
     if not parts:
-        raise CorruptRecord("no row holds a rate, so there is nothing to report; measure again.")
-    sections: list[Section] = []
-    for number, group in enumerate(parts, 1):
-        sections += _sections(group, f"{number}_" if len(parts) > 1 else "")
-    apart = f" in {len(parts)} groups that are never mixed" if len(parts) > 1 else ""
+        raise CorruptRecord("no row holds a time, so there is nothing to report; measure again.")
+    parts.sort(key=lambda group: (group.device, not group.timed))
+    peers = figures.looks(row for group in parts if group.base == OURS for row in group.rows)
+    left_out = sum(row["what"].endswith(SWEEP) for row in rows)
     lead = (
-        f"{len(rows)} rows{apart}: one group for each device, mode, commit and number of threads. "
+        f"{len(rows) - left_out} rows in {len(parts)} "
+        + ("group" if len(parts) == 1 else "groups that are never mixed")
+        + ": one for each table, device, mode, commit and number of threads. "
         "Times are medians; every peer was checked against float64 before it was timed."
     )
+    if left_out:
+        lead += f" {left_out} rows of sweeps, which choose a schedule, are left out."
+    sections = [Section("Overview", tuple(_overview(parts)))]
+    for number, group in enumerate(parts, 1):
+        own = peers if group.base == OURS else figures.looks(group.rows, group.base)
+        sections += _sections(group, number, own)
     return write_report(path, "fa2tvm beside other implementations", lead, sections)
 
 
-def _sections(group: Group, prefix: str) -> list[Section]:
-    facts: list[str | Picture] = [paragraph(run) for run in group.runs]
-    panels = _throughput(group, prefix)
-    return [
-        Section(group.title, tuple(facts)),
-        Section("Rate over sequence length", tuple(panels), 3),
-        Section("Share of the measured peak", tuple(_utilisation(group, prefix)), 3),
-        Section("Roofline", tuple(_roofline(group, prefix)), 3),
-        Section("Time of a peer over ours", tuple(_ratios(group)), 3),
-        *_absences(group),
+def _overview(parts: Sequence[Group]) -> list[str | Picture]:
+    found: list[str | Picture] = []
+    picture = figures.overview(parts)
+    if picture is not None:
+        found.append(picture)
+    lines: list[TableRow] = []
+    for number, group in enumerate(parts, 1):
+        link = Link(group.title, f"group-{number}")
+        kinds = figures.by(group.timed, "dtype", "pass")
+        for (dtype, pass_), rows in kinds.items():
+            shares = [s for r in rows if r["peer"] == OURS and (s := group.share(r)) is not None]
+            share = f"{min(shares):.0f}–{max(shares):.0f}" if shares else "–"
+            if group.base == OURS:
+                what = f"{dtype}, {pass_}"
+                gone = _absent(group, dtype, pass_)
+                lines.append([link, what, *summary(ratios(rows)), share, gone])
+        if not kinds or group.base != OURS:
+            what = "variants of one program" if kinds else "times of calls"
+            lines.append([link, what, "–", "–", "–", "–", "–", "–"])
+    header = ["group", "what", "problems", "geometric mean", "least", "most", "% of peak", "absent"]
+    note = "Ratios are the time of the fastest peer over ours: above 1 ours is faster."
+    return [*found, table(header, lines, "Every group"), paragraph(note)]
+
+
+def _absent(group: Group, dtype: str, pass_: str) -> str:
+    """Peers that some problems lack, and how many problems."""
+    missing: dict[str, set[str]] = {}
+    for row in group.rows:
+        if row["error"] and (row["dtype"], row["pass"]) == (dtype, pass_):
+            missing.setdefault(row["peer"], set()).add(row["workload"])
+    return ", ".join(f"{peer} in {len(where)}" for peer, where in missing.items()) or "–"
+
+
+def _sections(group: Group, number: int, peers: figures.Looks) -> list[Section]:
+    prefix = f"{number}_"
+    head = Section(group.title, tuple(_facts(group)), anchor=f"group-{number}")
+    if not group.timed:
+        return [head, Section("Time of a call", (_calls(group),), 3)]
+    rates = tuple(figures.throughput(group, prefix, peers))
+    parts: list[tuple[str, Sequence[str | Picture]]] = [
+        ("Rate over sequence length", rates),
+        ("Time of the fastest peer over ours", _heat_maps(group)),
+        (f"Time over that of {group.base}", _over_base(group)),
+        ("Schedules of ours beside each other", _schedules(group)),
+        ("Share of peak", _utilisation(group, prefix)),
+        ("Roofline", _roofline(group, prefix, peers)),
+        ("Absent", _absences(group)),
     ]
+    return [head, *(Section(title, tuple(what), 3) for title, what in parts if what)]
 
 
-def _peers(rows: Iterable[Row]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each peer, ours first."""
-    names = sorted({row["peer"] for row in rows}, key=lambda name: (name != OURS, name))
-    return {
-        name: (COLORS[k % len(COLORS)], MARKERS[k % len(MARKERS)]) for k, name in enumerate(names)
-    }
-
-
-def _unit(rows: Sequence[Row]) -> tuple[float, str]:
-    """Factor from TFLOP/s and the unit that reads best."""
-    return (1, "TFLOP/s") if max(row["tflops"] for row in rows) >= 10 else (1000, "GFLOP/s")
-
-
-def _by(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
-    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        found[tuple(row[column] for column in columns)].append(row)
-    return found
-
-
-def _throughput(group: Group, prefix: str) -> list[Picture]:
-    """A picture for each dtype and pass, a panel for each head dim and mask."""
-    pictures = []
-    peers = _peers(group.timed)
-    factor, unit = _unit(group.timed)
-    for (dtype, pass_), rows in _by(group.timed, "dtype", "pass").items():
-        panels = _by(rows, "head_dim", "head_dim_v", "causal")
-        columns = min(_PANELS_IN_A_ROW, len(panels))
-        lines = -(-len(panels) // columns)
-        fastest = max(row["tflops"] for row in rows)
-
-        def paint(
-            figure: Any,
-            panels: Any = panels,
-            columns: int = columns,
-            lines: int = lines,
-            fastest: float = fastest,
-        ) -> None:
-            axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
-            for axis in axes.flat[len(panels) :]:
-                axis.set_axis_off()
-            for axis, (key, members) in zip(axes.flat, panels.items(), strict=False):
-                _throughput_panel(axis, key, members, peers, factor)
-            axes[0, 0].set_ylim(0, 1.08 * factor * fastest)
-            for axis in axes[:, 0]:
-                axis.set_ylabel(unit)
-            handles: dict[str, Any] = {}
-            for axis in axes.flat:
-                found, labels = axis.get_legend_handles_labels()
-                handles.update(zip(labels, found, strict=True))
-            order = [name for name in peers if name in handles]
-            figure.legend(
-                [handles[name] for name in order],
-                order,
-                loc="outside upper left",
-                ncols=min(5, len(order)),
+def _facts(group: Group) -> list[str | Picture]:
+    facts: list[str | Picture] = [paragraph(run) for run in group.runs]
+    if group.repeats > 1:
+        facts.append(
+            paragraph(
+                f"A peer was measured up to {group.repeats} times on one problem (ours with as "
+                "many schedules); its fastest stands here."
             )
-
-        alt = f"{unit} over sequence length, {dtype}, {pass_}, for each head dim and mask."
-        size = (max(5.0, 2.6 * columns), 2.5 * lines + 0.5)
-        pictures.append(draw(f"{prefix}rate_{dtype}_{pass_}", alt, size, paint))
-    return pictures
-
-
-def _throughput_panel(
-    axis: Any, key: Any, rows: Sequence[Row], peers: dict[str, tuple[str, str]], factor: float
-) -> None:
-    head_dim, head_dim_v, causal = key
-    width = f"d {head_dim}" + (f"/{head_dim_v}" if head_dim_v != head_dim else "")
-    axis.set_title(f"{width}, {'causal' if causal else 'no mask'}")
-    for peer, (color, marker) in peers.items():
-        # Workloads of one length that differ in batch or heads stay apart: points, no average.
-        points = sorted((r["seq_q"], factor * r["tflops"]) for r in rows if r["peer"] == peer)
-        if not points:
-            continue
-        single = len({length for length, _ in points}) == len(points)
-        axis.plot(
-            *zip(*points, strict=True),
-            marker=marker,
-            markersize=5 if peer == OURS else 3.5,
-            linestyle="-" if single else "none",
-            linewidth=1.8 if peer == OURS else 1,
-            color=color,
-            label=peer,
         )
-    lengths = sorted({row["seq_q"] for row in rows})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [str(n) for n in lengths], rotation=45 if len(lengths) > 4 else 0)
-    axis.minorticks_off()
-    axis.grid(axis="y")
+    return facts
 
 
-def _share(row: Row) -> float | None:
-    peak = row["run"]["peak_gflops"]
-    return 100_000 * row["tflops"] / peak if peak else None
+def _ceilings(group: Group) -> list[tuple[str, Ceilings]]:
+    """Ceilings with the dtypes that share them."""
+    dtypes: dict[Ceilings, list[str]] = {}
+    for dtype, ceilings in group.ceilings.items():
+        dtypes.setdefault(ceilings, []).append(dtype)
+    return [(", ".join(names), ceilings) for ceilings, names in dtypes.items()]
 
 
 def _utilisation(group: Group, prefix: str) -> list[str | Picture]:
-    ours = [r for r in group.timed if r["peer"] == OURS and _share(r) is not None]
-    if not ours:
-        return [paragraph("No row of ours holds a measured peak.")]
-    by_kind = _by([r for r in ours if r["pass"] in ("forward", "backward")], "pass", "dtype")
+    if group.base != OURS:
+        return []
+    picture = figures.utilisation(group, prefix)
+    if picture is None:
+        return [paragraph("No peak is known for these rows.")]
+    return [picture, *(paragraph(_peak(names, c)) for names, c in _ceilings(group))]
 
-    def paint(figure: Any) -> None:
-        axis = figure.subplots()
-        labels, place = [], 0
-        for (pass_, dtype), rows in by_kind.items():
-            shares = [_share(row) for row in rows]
-            labels.append(f"{pass_}, {dtype}")
-            axis.plot(shares, [place] * len(shares), "o", color=COLORS[0], alpha=0.75)
-            for version, color in (("v1", COLORS[4]), ("v2", COLORS[1])):
-                low, high = PUBLISHED[pass_, version]
-                axis.barh(place, max(high - low, 0.7), 0.62, low, color=color, alpha=0.28)
-                axis.text((low + high) / 2, place - 0.4, version, ha="center", fontsize=7)
-            place += 1
-        axis.set_yticks(range(place), labels)
-        axis.invert_yaxis()
-        axis.set_xlim(0, 100)
-        axis.set_xlabel("% of the float32 multiply-add peak measured in the same run")
 
-    published = (
-        "Bands: what the papers report of an A100 in 16 bits, FlashAttention-1 (v1: forward 30-50, "
-        "backward 25-35 %) and FlashAttention-2 (v2: forward 50-73, backward up to 63 %). "
-        "Points: ours, one a problem."
+def _peak(names: str, ceilings: Ceilings) -> str:
+    """What shares are shares of, and what was measured."""
+    measured = ""
+    if ceilings.peak_gflops is not None:
+        measured = f"{_rate(ceilings.peak_gflops)}, {ceilings.source}"
+    if ceilings.sheet_gflops is None:
+        return f"The peak of {names}: {measured}."
+    sheet = f"The peak of {names}: {_rate(ceilings.sheet_gflops)} by the data sheet."
+    if not measured:
+        return sheet
+    return (
+        f"{sheet} A matrix product of 8192³ reaches {measured}; attention may pass it where it "
+        "draws less power."
     )
-    return [draw(f"{prefix}share", published, (7.5, 0.75 * len(by_kind) + 1.0), paint)]
 
 
-def _problem(row: Row) -> Problem:
-    variant = Variant(
-        row["pass"], row["dtype"], row["head_dim"], row["head_dim_v"], bool(row["causal"])
-    )
-    shape = Shape(row["batch"], row["heads_q"], row["heads_kv"], row["seq_q"], row["seq_kv"])
-    return Problem(variant, shape)
+def _rate(gflops: float) -> str:
+    return f"{gflops / 1000:.1f} TFLOP/s" if gflops >= 10_000 else f"{gflops:g} GFLOP/s"
 
 
-def _roofline(group: Group, prefix: str) -> list[str | Picture]:
-    rows = [r for r in group.timed if r["pass"] in ("forward", "backward")]
-    peaks = sorted({row["run"]["peak_gflops"] for row in rows if row["run"]["peak_gflops"]})
-    bandwidths = sorted({r["run"]["memory_gbs"] for r in rows if r["run"].get("memory_gbs")})
-    peers = _peers(rows)
-
-    def paint(figure: Any) -> None:
-        axis = figure.subplots()
-        intensities = []
-        for peer, (color, marker) in reversed(peers.items()):
-            points = []
-            for row in rows:
-                problem = _problem(row)
-                if row["peer"] == peer and problem.bytes():
-                    points.append((problem.flops() / problem.bytes(), 1000 * row["tflops"]))
-            if not points:
-                continue
-            intensities += [x for x, _ in points]
-            axis.plot(
-                *zip(*points, strict=True), marker, color=color, label=peer, markersize=4, alpha=0.8
-            )
-        span = (min(intensities) / 4, max(intensities) * 2)
-        for peak in peaks:
-            axis.axhline(peak, color=INK, linewidth=1, label=f"peak {peak:g} GFLOP/s")
-        for bandwidth in bandwidths:
-            axis.plot(
-                span,
-                [bandwidth * x for x in span],
-                "--",
-                color=INK,
-                linewidth=1,
-                label=f"memory {bandwidth:g} GB/s",
-            )
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=10)
-        axis.set_xlim(*span)
-        axis.set_ylim(min(1000 * r["tflops"] for r in rows) / 2, 2 * max([*peaks, 1]))
-        axis.set_xlabel("useful FLOP per byte that must cross main memory")
-        axis.set_ylabel("GFLOP/s")
-        axis.grid(which="major")
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
-
-    alt = "Rate of every problem against its arithmetic intensity, under the measured ceilings."
-    picture = draw(f"{prefix}roofline", alt, (8, 3.8), paint)
-    if bandwidths:
+def _roofline(group: Group, prefix: str, peers: figures.Looks) -> list[str | Picture]:
+    picture = figures.roofline(group, prefix, peers) if group.base == OURS else None
+    if picture is None:
+        return []
+    if all(c.peak_gflops and c.memory_gbs for _, c in _ceilings(group)):
         return [picture]
-    missing = (
-        "These rows hold no measured memory bandwidth, so only the ceiling of arithmetic is drawn."
-    )
+    missing = "Only the ceilings that were measured are drawn; some are not known for these rows."
     return [picture, paragraph(missing)]
 
 
-def _ratios(group: Group) -> list[str | Picture]:
-    """The heat map: a line for each problem, a column for each peer."""
-    peers = [name for name in _peers(group.timed) if name != OURS]
-    parts: list[str | Picture] = [
-        paragraph("Above 1 ours is faster (blue); below 1 the peer is (orange).")
-    ]
-    for (dtype, pass_), rows in _by(group.timed, "dtype", "pass").items():
-        lines = []
-        for cell in cells(rows):
-            if OURS not in cell:
-                continue
-            line: list[str | tuple[str, str]] = [cell[OURS]["workload"]]
-            for peer in peers:
-                if peer in cell:
-                    ratio = cell[peer]["us_p50"] / cell[OURS]["us_p50"]
-                    line.append((f"{ratio:.2f}", ratio_style(ratio)))
-                else:
-                    line.append("–")
-            lines.append(line)
-        if lines:
-            parts.append(f"<h4>{dtype}, {pass_}</h4>" + table(["problem", *peers], lines))
+def _place(row: Row) -> tuple[str, str]:
+    """Line and column of a problem in the heat map."""
+    width = f"d {row['head_dim']}"
+    if row["head_dim_v"] != row["head_dim"]:
+        width += f"/{row['head_dim_v']}"
+    heads = f"{row['heads_q']} heads"
+    if row["heads_kv"] != row["heads_q"]:
+        heads = f"{row['heads_q']}/{row['heads_kv']} heads"
+    mask = "causal" if row["causal"] else "no mask"
+    lengths = str(row["seq_q"])
+    if row["seq_kv"] != row["seq_q"]:
+        lengths += f"/{row['seq_kv']}"
+    return f"{width}, {mask}, {heads}", f"{row['batch']}×{lengths}"
+
+
+def _heat_maps(group: Group) -> list[str | Picture]:
+    """Per dtype and pass: lines of head dim and mask, columns of batch and length."""
+    parts: list[str | Picture] = []
+    for (dtype, pass_), rows in figures.by(group.timed, "dtype", "pass").items():
+        found: dict[tuple[str, str], float] = {}
+        for cell in sorted(cells(rows), key=_order):
+            peer = best_peer(cell)
+            if OURS in cell and peer is not None:
+                found[_place(cell[OURS])] = peer["us_p50"] / cell[OURS]["us_p50"]
+        if not found:
+            continue
+        columns = list(dict.fromkeys(column for _, column in found))
+        lines: list[TableRow] = [
+            [line, *(_heat(found.get((line, column))) for column in columns)]
+            for line in dict.fromkeys(line for line, _ in found)
+        ]
+        title = f"{dtype}, {pass_}"
+        header = ["batch × tokens", *columns]
+        parts += [f"<h4>{title}</h4>", table(header, lines, f"Ratios, {title}")]
+        parts.append(folded("Every peer", _every_peer(rows, title)))
+    if parts:
+        parts.insert(0, paragraph("Above 1 ours is faster (blue); below 1 the peer is (orange)."))
     return parts
 
 
-def _absences(group: Group) -> list[Section]:
-    reasons = dict.fromkeys((row["peer"], row["error"]) for row in group.rows if row["error"])
+def _heat(ratio: float | None) -> str | tuple[str, str]:
+    return "–" if ratio is None else (f"{ratio:.2f}", ratio_style(ratio))
+
+
+def _order(cell: Cell) -> list[Any]:
+    row = next(iter(cell.values()))
+    kind = [row[key] for key in ("head_dim", "head_dim_v", "causal", "heads_q")]
+    return [*kind, row["heads_kv"] != row["heads_q"], row["seq_q"], row["seq_kv"]]
+
+
+def _over_base(group: Group) -> list[str | Picture]:
+    """Variants of one program beside one of them, where nothing is named ours."""
+    if group.base == OURS:
+        return []
+    parts: list[str | Picture] = []
+    for (dtype, pass_), rows in figures.by(group.timed, "dtype", "pass").items():
+        title = f"{dtype}, {pass_}"
+        parts += [f"<h4>{title}</h4>", _every_peer(rows, title, group.base)]
+    return parts
+
+
+def _every_peer(rows: Sequence[Row], title: str, base: str = OURS) -> str:
+    """A line for each problem, a column for each peer: its time over that of `base`."""
+    problems = [cell for cell in sorted(cells(rows), key=_order) if base in cell]
+    peers = [p for p in dict.fromkeys(name for cell in problems for name in cell) if p != base]
+    lines: list[TableRow] = [
+        [
+            cell[base]["workload"],
+            _ms(cell[base]),
+            *(
+                _heat(cell[peer]["us_p50"] / cell[base]["us_p50"]) if peer in cell else "–"
+                for peer in peers
+            ),
+        ]
+        for cell in problems
+    ]
+    header = ["problem", f"{base}, ms", *peers]
+    return table(header, lines, f"Time of each peer over that of {base}, {title}")
+
+
+def _ms(row: Row) -> str:
+    return f"{row['us_p50'] / 1000:.3g}"
+
+
+def _calls(group: Group) -> str:
+    """Wall and CPU time where no rate makes sense."""
+    lines: list[TableRow] = [
+        [
+            row["workload"],
+            row["pass"],
+            row["peer"],
+            f"{row['us_p50']:.1f}",
+            "–" if row["cpu_us_p50"] is None else f"{row['cpu_us_p50']:.1f}",
+        ]
+        for row in group.rows
+        if row["us_p50"] is not None
+    ]
+    return table(["problem", "pass", "peer", "wall µs", "CPU µs"], lines, "Times of a call")
+
+
+def _schedules(group: Group) -> list[str | Picture]:
+    """Where ours was measured with several schedules: time of each over the best of its variant.
+
+    A line is what differs from that best one, a column a problem.
+    """
+    ours = [r for r in group.rows if r["peer"] == OURS and r["us_p50"] and r["schedule"]]
+    parts: list[str | Picture] = []
+    for rows in figures.by(ours, "dtype", "pass", "head_dim", "head_dim_v", "causal").values():
+        times: dict[str, dict[str, float]] = {}
+        for row in rows:
+            times.setdefault(json.dumps(row["schedule"]), {})[row["workload"]] = row["us_p50"]
+        if len(times) > 1:
+            parts += _schedules_of_variant(rows, times)
+    if parts:
+        note = "Time over that of the first schedule, which is best; a line names what differs."
+        parts.insert(0, paragraph(note))
+    return parts
+
+
+def _schedules_of_variant(
+    rows: Sequence[Row], times: dict[str, dict[str, float]]
+) -> list[str | Picture]:
+    """A heading and a table; `times` are microseconds by schedule and problem."""
+    most = max(map(len, times.values()))
+    best = min(
+        (text for text, us in times.items() if len(us) == most),
+        key=lambda text: geometric_mean(list(times[text].values())),
+    )
+    decisions = json.loads(best)
+    columns = {r["workload"]: _place(r)[1] for r in rows if r["workload"] in times[best]}
+    lines: list[tuple[float, TableRow]] = []
+    for text, us in times.items():
+        ratios_of = {w: us[w] / times[best][w] for w in columns if w in us}
+        differs = [f"{k}={v}" for k, v in json.loads(text).items() if decisions.get(k) != v]
+        name = " ".join(differs) or " ".join(f"{k}={v}" for k, v in decisions.items())
+        line: TableRow = [name, *(_slower(ratios_of.get(w)) for w in columns)]
+        lines.append((geometric_mean(list(ratios_of.values())), line))
+    first = rows[0]
+    kind = ", ".join([first["dtype"], first["pass"], *_place(first)[0].split(", ")[:2]])
+    header = ["schedule", *columns.values()]
+    ordered = [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+    return [f"<h4>{kind}</h4>", table(header, ordered, f"Schedules of ours, {kind}")]
+
+
+def _slower(ratio: float | None) -> str | tuple[str, str]:
+    return "–" if ratio is None else (f"{ratio:.2f}", ratio_style(1 / ratio))
+
+
+def _absences(group: Group) -> list[str | Picture]:
+    reasons = Counter((row["peer"], row["error"]) for row in group.rows if row["error"])
     if not reasons:
         return []
-    return [Section("Absent peers", (table(["peer", "reason"], list(reasons)),), 3)]
+    words = "text-align:left;white-space:normal"
+    lines: list[TableRow] = [
+        [peer, str(n), (reason, words)] for (peer, reason), n in reasons.items()
+    ]
+    return [table(["peer", "rows", "reason"], lines, "What was not measured")]

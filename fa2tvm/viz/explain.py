@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fa2tvm.errors import CorruptRecord
 from fa2tvm.lookup import Found, home, shipped_root
-from fa2tvm.tune.cost_model import WARMUP_TRIALS
+from fa2tvm.tune.database import Trial
 from fa2tvm.viz import tune_model
 from fa2tvm.viz.tune_report import Log, read_log
 
@@ -27,27 +27,43 @@ _INSTRUCTION = re.compile(r"^\s+([a-z][a-z0-9]*)(?:\s+(.*?))?\s*(?:#.*)?$")
 _VECTOR_REGISTER = re.compile(r"%[xyz]mm(\d+)")
 
 
-def runners_up(found: Found, count: int = 3) -> list[Fact]:
-    """The next best trials of the search behind a tuned schedule, measured and predicted.
+def tuned_facts(found: Found, runners_up: int = 3) -> list[Fact]:
+    """A tuned schedule's measurement and prediction, and the next best trials of its search.
 
-    A prediction is `tune_model.replay`'s: by the model from earlier trials only.
+    A prediction is the search's own where the log holds it, else `tune_model.replay`'s. Of another
+    trial only the decisions that differ are named.
     """
-    log = _log_of(found)
-    if log is None:
+    record = found.record
+    if record is None:
         return []
-    ranked = sorted(log.measured, key=lambda trial: trial.relative)
-    pairs = tune_model.replay(log.problem, log.device, log.family, log.measured)
-    late = log.measured[WARMUP_TRIALS:]
-    predicted = {t.trial: pair[0] for t, pair in zip(late, pairs, strict=False)}
-    facts = []
-    for place, trial in enumerate(ranked[: count + 1]):
-        guess = f", predicted {predicted[trial.trial]:.2f}" if trial.trial in predicted else ""
-        decisions = " ".join(f"{name}={value}" for name, value in trial.decisions.items())
-        name = "search's best" if place == 0 else f"runner-up {place}"
-        facts.append(
-            (name, f"{1 / trial.relative:.2f} x the default{guess}: {decisions} (#{trial.trial})")
+    facts = [
+        ("tuned for", f"{record.problem.name} on {record.device['slug']}"),
+        ("measured", f"{record.ratio:.2f} x the default, {record.date[:10]}"),
+    ]
+    log, number = _log_of(found), record.log.rpartition("#")[2]
+    if log is None:
+        return [*facts, ("evidence", f"tuning_logs/{record.log}, which is not here")]
+    known = (log.problem, log.device, log.family, log.measured)
+    pairs = {} if log.stale else tune_model.predictions(*known)[0]
+    mine = next((t for t in log.measured if str(t.trial) == number), None)
+    if mine is not None:
+        facts.append(("in the search", _outcome(mine, pairs)))
+    facts.append(("evidence", f"tuning_logs/{record.log}"))
+    ranked = sorted((t for t in log.measured if t != mine), key=lambda trial: trial.relative)
+    for place, trial in enumerate(ranked[:runners_up], 1):
+        others = " ".join(
+            f"{name}={value}"
+            for name, value in trial.decisions.items()
+            if value != record.decisions.get(name)
         )
+        facts.append((f"runner-up {place}", f"{_outcome(trial, pairs)}: {others or 'the same'}"))
     return facts
+
+
+def _outcome(trial: Trial, pairs: dict[int, tuple[float, float]]) -> str:
+    """What a trial measured, beside its prediction."""
+    guess = f", predicted {pairs[trial.trial][0]:.2f}" if trial.trial in pairs else ""
+    return f"{1 / trial.relative:.2f} x the default{guess} (trial {trial.trial})"
 
 
 def _log_of(found: Found) -> Log | None:
@@ -84,10 +100,15 @@ def code_facts(assembly: str) -> list[Fact]:
         if name.startswith("vmov") and re.search(r"\(%r[sb]p", operands):
             to_stack = operands.rstrip().endswith(")")
             spills, reloads = spills + to_stack, reloads + (not to_stack)
-    total = sum(kinds.values())
-    mix = ", ".join(f"{kind} {100 * n / total:.0f} %" for kind, n in kinds.most_common())
     return [
-        ("instructions", f"{total}: {mix}" if total else "none"),
+        ("instructions", mix(kinds)),
         ("vector registers", f"{len(registers)} in use"),
         ("stack", f"{spills} vector spills, {reloads} reloads"),
     ]
+
+
+def mix(kinds: Counter[str]) -> str:
+    """How many instructions, and the share of each kind, the most frequent first."""
+    total = sum(kinds.values())
+    shares = ", ".join(f"{kind} {100 * n / total:.0f} %" for kind, n in kinds.most_common())
+    return f"{total}: {shares}" if total else "none"

@@ -1,7 +1,7 @@
-"""The cost model again, after the fact: a log holds times, so its predictions are replayed.
+"""What the cost model knew: its predictions from the log, or replayed where a log lacks them.
 
-Trees of the same depth on the same named columns as `tune.cost_model`, trained on earlier trials
-only, give each trial the prediction that the search could have had of it.
+A replay uses trees of the same depth on the same named columns as `tune.cost_model`, trained on
+earlier trials only: the prediction that the search could have had of a trial.
 """
 
 from __future__ import annotations
@@ -44,6 +44,19 @@ def _train(features: Array, ratios: Array, names: list[str]) -> Any:
     matrix = xgboost.DMatrix(features, ratios, feature_names=names)
     settings = {"max_depth": _DEPTH, "nthread": 1, "seed": 0, "eta": 0.2, "verbosity": 0}
     return xgboost.train(settings, matrix, num_boost_round=_ROUNDS)
+
+
+def predictions(
+    problem: Problem, device: Device, family: str, trials: Sequence[Trial]
+) -> tuple[dict[int, tuple[float, float]], str]:
+    """(predicted, measured) ratio by the trial's number, and how the predictions came about."""
+    logged = {t.trial: (t.predicted, 1 / t.relative) for t in trials if t.predicted is not None}
+    if len(logged) > 1:
+        return logged, "with the search's own prediction, written down before it was measured"
+    pairs = replay(problem, device, family, trials)
+    late = trials[WARMUP_TRIALS:]
+    found = {trial.trial: pair for trial, pair in zip(late, pairs, strict=False)}
+    return found, "predicted afterwards by the same trees, trained on earlier trials only"
 
 
 def replay(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fa2tvm.device import Device
-from fa2tvm.errors import CorruptRecord
+from fa2tvm.errors import CorruptRecord, InfeasibleSchedule
 from fa2tvm.problem import Problem
 from fa2tvm.records import problem_from_dict
 from fa2tvm.schedule import schedule_from_dict
@@ -19,7 +19,14 @@ from fa2tvm.tune.database import JOB, TRIALS, Trial, TrialLog
 from fa2tvm.tune.space import Space
 from fa2tvm.viz import tune_model
 from fa2tvm.viz.figures import COLORS, INK, Picture, draw
-from fa2tvm.viz.report_page import Section, paragraph, table, write_report
+from fa2tvm.viz.report_page import (
+    Link,
+    Section,
+    TableRow,
+    paragraph,
+    table,
+    write_report,
+)
 
 _MOST_DECISIONS = 12
 
@@ -50,6 +57,16 @@ class Log:
     def default(self) -> Trial:
         """Trial of the default schedule."""
         return self.measured[0]
+
+    @property
+    def stale(self) -> str | None:
+        """Why its decisions are not those of this version's kernels; None where they are."""
+        try:
+            for trial in self.trials:
+                schedule_from_dict(self.family, self.problem.variant.pass_, trial.decisions)
+        except InfeasibleSchedule as error:
+            return str(error)
+        return None
 
 
 def read_log(folder: Path) -> Log:
@@ -89,13 +106,14 @@ def find_logs(path: Path) -> list[Path]:
 
 
 def write(folders: Sequence[Path], path: Path) -> list[Path]:
-    """The report of some jobs as a page with its pictures beside it; returns what was written."""
+    """The report of some jobs as a page, and its pictures as PNG in a folder named after it.
+
+    Returns what was written, the page first.
+    """
     logs = [read_log(folder) for folder in folders]
-    sections: list[Section] = []
-    if len(logs) > 1:
-        sections.append(Section("Overview", (_overview(logs),)))
+    sections = [Section("Overview", (_progresses(logs), _overview(logs)))]
     for number, log in enumerate(logs, 1):
-        sections += _sections(log, f"{number}_" if len(logs) > 1 else "")
+        sections += _sections(log, number)
     lead = (
         "Every candidate was built in a worker process and checked against float64 before it was "
         "timed, interleaved with the default schedule. Ratios are the default's time over its own."
@@ -103,44 +121,83 @@ def write(folders: Sequence[Path], path: Path) -> list[Path]:
     return write_report(path, "What the tuner found", lead, sections)
 
 
+def _progresses(logs: Sequence[Log]) -> Picture:
+    """All jobs beside each other: a line each, a dot for each candidate, a tick at the best."""
+
+    def paint(figure: Any) -> None:
+        axis = figure.subplots()
+        for place, log in enumerate(logs):
+            ratios = [1 / trial.relative for trial in log.measured]
+            axis.plot(ratios, [place] * len(ratios), "o", color=COLORS[0], markersize=3, alpha=0.5)
+            best = max(ratios)
+            axis.plot([best, best], [place - 0.36, place + 0.36], color=COLORS[1], linewidth=2)
+            axis.text(1.01, place, f"{best:.2f}", transform=axis.get_yaxis_transform(), va="center")
+        axis.axvline(1, color=INK, linewidth=0.8, linestyle=":")
+        names = [f"{log.problem.name}, {log.device.slug}" for log in logs]
+        axis.set_yticks(range(len(logs)), names, fontsize=7)
+        axis.invert_yaxis()
+        axis.set_xlim(left=0)
+        axis.set_xlabel("default's time / its own (right of 1: faster than the default)")
+        axis.grid(axis="x")
+
+    alt = (
+        "Every candidate of every job. A dot is one candidate, an orange line and the figure at "
+        "the right are the best of its job."
+    )
+    return draw("overview", alt, (7.5, 0.3 * len(logs) + 0.8), paint)
+
+
 def _overview(logs: Sequence[Log]) -> str:
-    rows = [
+    rows: list[TableRow] = [
         [
-            log.problem.name,
+            Link(log.problem.name, f"job-{number}"),
             log.device.slug,
+            log.family,
             str(len(log.trials)),
             str(len(log.trials) - len(log.measured)),
             f"{1 / log.best.relative:.2f}",
         ]
-        for log in logs
+        for number, log in enumerate(logs, 1)
     ]
-    return table(["problem", "device", "trials", "failed", "default / best"], rows)
+    header = ["problem", "device", "family", "trials", "failed", "default / best"]
+    return table(header, rows, "Every job")
 
 
-def _sections(log: Log, prefix: str) -> list[Section]:
-    return [
-        Section(log.problem.name, (_facts(log),)),
+def _sections(log: Log, number: int) -> list[Section]:
+    prefix = f"{number}_"
+    head = [
+        Section(log.problem.name, (_facts(log),), anchor=f"job-{number}"),
         Section("Best so far", (_progress(log, prefix),), 3),
         Section("The winner beside the default", (_winner(log),), 3),
+    ]
+    tail = [Section("Failures", (_failures(log),), 3)]
+    if log.stale:
+        why = f"What follows from the kernels is left out: {log.stale}"
+        return [*head, Section("Which decisions matter", (paragraph(why), _choices(log)), 3), *tail]
+    return [
+        *head,
         Section("Predicted against measured", tuple(_model(log, prefix)), 3),
         Section("Which decisions matter", tuple(_decisions(log, prefix)), 3),
-        Section("Failures", (_failures(log),), 3),
+        *tail,
     ]
 
 
 def _facts(log: Log) -> str:
     run, n = log.runs[-1], len(log.trials)
-    space = Space.of(log.problem, log.device, log.family)
     seen = len({json.dumps(trial.decisions, sort_keys=True) for trial in log.trials})
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    where = f"{log.device.slug} ({log.device.arch}, {log.device.cores} cores)"
+    cores = "multiprocessors" if log.device.kind == "cuda" else "cores"
+    where = f"{log.device.slug} ({log.device.arch}, {log.device.cores} {cores})"
     commit = (run["commit"] or "unknown")[:18]
-    share = f"{seen} of them were tried ({100 * seen / space.size:.1f} %)"
+    tried = f"{seen} points of the space were tried in {n} trials."
+    if not log.stale:
+        size = Space.of(log.problem, log.device, log.family).size
+        share = f"{seen} of them were tried ({100 * seen / size:.2g} %)"
+        tried = f"The space has {size} points; {share} in {n} trials."
     facts = [
         f"{where}, family {log.family}, kernel {run['program']}, commit {commit}, {run['date']}.",
         f"{versions}, seed {run['seed']}.",
-        f"The space has {space.size} points; {share} in {n} trials.",
-        f"{n - len(log.measured)} trials failed.",
+        tried,
     ]
     if log.retired:
         facts.append(f"{log.retired} older trials of another kernel or compiler are left out.")
@@ -175,49 +232,59 @@ def _progress(log: Log, prefix: str) -> Picture:
 
 
 def _winner(log: Log) -> str:
-    variant = log.problem.variant
-    rows: list[list[str | tuple[str, str]]] = []
+    rows: list[TableRow] = []
     default, best = log.default, log.best
     for name, value in default.decisions.items():
         changed = "font-weight:600" if best.decisions[name] != value else ""
         rows.append([name, str(value), (str(best.decisions[name]), changed)])
-    footprints = []
-    for trial in (default, best):
-        schedule = schedule_from_dict(log.family, variant.pass_, trial.decisions)
-        footprints.append(schedule.footprint(variant, log.device))
-    both = (default, best)
-    rate = [log.problem.flops() / t.us / 1e3 for t in both if t.us]
+    # On the clock of trial 0, because a machine drifts between batches.
+    times = [trial.relative * (default.us or 0) for trial in (default, best)]
     rows += [
-        ["scratch, KiB", *(f"{f.scratch_bytes / 1024:.1f}" for f in footprints)],
-        ["accumulator registers", *(str(f.accumulator_registers) for f in footprints)],
-        ["time, µs", *(f"{t.us:.1f}" for t in both if t.us)],
-        ["default in the same rounds, µs", *(f"{t.us_default:.1f}" for t in both if t.us_default)],
-        ["GFLOP/s", *(f"{x:.1f}" for x in rate)],
+        *([] if log.stale else _footprints(log)),
+        ["default's time / its own", "1.00", f"{1 / best.relative:.2f}"],
+        ["time, µs", *(f"{us:.1f}" for us in times)],
+        ["GFLOP/s", *(f"{log.problem.flops() / us / 1e3:,.1f}" for us in times)],
     ]
-    return table(["", "default", f"winner (trial {best.trial})"], rows)
+    header = ["", "default", f"winner (trial {best.trial})"]
+    return table(header, rows, "The winner beside the default")
+
+
+def _footprints(log: Log) -> list[TableRow]:
+    """What a task of the default and of the winner occupies."""
+    variant = log.problem.variant
+    found = []
+    for trial in (log.default, log.best):
+        schedule = schedule_from_dict(log.family, variant.pass_, trial.decisions)
+        found.append(schedule.footprint(variant, log.device))
+    return [
+        ["scratch or shared memory, KiB", *(f"{f.scratch_bytes / 1024:.1f}" for f in found)],
+        ["accumulator registers", *(str(f.accumulator_registers) for f in found)],
+        ["threads", *(str(f.threads) for f in found)],
+    ]
 
 
 def _model(log: Log, prefix: str) -> list[str | Picture]:
-    pairs = tune_model.replay(log.problem, log.device, log.family, log.measured)
+    pairs, how = tune_model.predictions(log.problem, log.device, log.family, log.measured)
     if not pairs:
         need = WARMUP_TRIALS
         return [
             paragraph(f"Fewer than {need} measured trials: the model had nothing to learn from.")
         ]
-    rank = tune_model.rank_correlation(pairs)
+    points = list(pairs.values())
+    rank = tune_model.rank_correlation(points)
 
     def paint(figure: Any) -> None:
         axis = figure.subplots()
-        axis.plot(*zip(*pairs, strict=True), "o", color=COLORS[0], markersize=4, alpha=0.8)
-        every = [x for pair in pairs for x in pair]
+        axis.plot(*zip(*points, strict=True), "o", color=COLORS[0], markersize=4, alpha=0.8)
+        every = [x for point in points for x in point]
         axis.plot([min(every), max(every)], [min(every), max(every)], ":", color=INK, linewidth=0.8)
         axis.set_xlabel("predicted ratio")
         axis.set_ylabel("measured ratio")
         axis.grid()
 
     alt = (
-        f"{len(pairs)} trials, each predicted by the cost model's trees from earlier trials only; "
-        f"rank correlation {rank:.2f}. The dotted line is a perfect prediction."
+        f"{len(points)} trials, each {how}; rank correlation {rank:.2f}. "
+        "The dotted line is a perfect prediction."
     )
     return [draw(f"{prefix}model", alt, (5.5, 3.6), paint)]
 
@@ -246,7 +313,7 @@ def _choices(log: Log) -> str:
         for name, value in trial.decisions.items():
             found.setdefault((name, str(value)), []).append(1 / trial.relative)
     varied = Counter(name for name, _ in found)
-    rows = [
+    rows: list[TableRow] = [
         [
             f"{name} = {value}",
             str(len(ratios)),
@@ -256,7 +323,7 @@ def _choices(log: Log) -> str:
         for (name, value), ratios in sorted(found.items(), key=lambda item: _numeric(item[0]))
         if varied[name] > 1
     ]
-    return table(["choice", "trials", "best ratio", "median ratio"], rows)
+    return table(["choice", "trials", "best ratio", "median ratio"], rows, "Choices")
 
 
 def _numeric(choice: tuple[str, str]) -> tuple[str, float, str]:
@@ -270,8 +337,8 @@ def _failures(log: Log) -> str:
         return paragraph("None.")
     counts = Counter(trial.error for trial in failed)
     examples = {trial.error: trial for trial in reversed(failed)}
-    rows = [
+    rows: list[TableRow] = [
         [str(kind), str(n), str(examples[kind].trial), str(examples[kind].reason)]
         for kind, n in counts.most_common()
     ]
-    return table(["kind", "trials", "first trial", "its reason"], rows)
+    return table(["kind", "trials", "first trial", "its reason"], rows, "Failures")

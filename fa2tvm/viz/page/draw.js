@@ -214,14 +214,22 @@ function drawStep(view) {
     `<span>${math(lang === "zh" && zh ? zh : en)}</span></li>`).join("");
 }
 
-function rowsSentence({ event, words, lang }) {
+// What happens to the maximum of each row; of many rows, how many.
+const MOST_ROWS_SAID = 6;
+
+function rowsSentence({ c, event, words, lang }) {
   if (event.op === "skip") return event.values.skipped.join(", ");
   if (event.op !== "row_max") return "";
   const { m_old: old, m_i: now, raised } = event.values;
+  const point = lang === "zh" ? "。" : ".";
+  if (now.length > MOST_ROWS_SAID) {
+    const n = raised.filter(Boolean).length;
+    return `${words.raised}: ${n}, ${words.unchanged}: ${now.length - n}${point}`;
+  }
   return now.map((x, r) => {
     const [was, is] = [shown("m_i", old[r]), shown("m_i", x)];
     const change = raised[r] ? `${words.raised} ${was} → ${is}` : `${words.unchanged} ${is}`;
-    return lang === "zh" ? `第 ${r} ${words.row}${change}。` : `Row ${r}: ${change}.`;
+    return `q${event.i * c.setting.block_q + r}: ${change}${point}`;
   }).join(" ");
 }
 
@@ -267,7 +275,7 @@ function drawWarps(view) {
     return `<figure class="${view.version === version ? "on" : ""}">` +
       `<div class="tiles" role="img" aria-label="${words.warp} 0–${warps - 1}" ` +
       `style="grid-template-columns:repeat(${cols}, ${size}px);grid-auto-rows:${size}px">${cells}</div>` +
-      `<figcaption>${math(text)} <b>${grouped(parts)}</b> ${words.exchanged}.</figcaption></figure>`;
+      `<figcaption>${math(text)} ${words.exchanged(`<b>${grouped(parts)}</b>`)}</figcaption></figure>`;
   };
   // Every warp writes its part of O_i and one of them reads all.
   const exchanged = warps => 2 * warps * rows * setting.head_dim * STATISTIC_BYTES;

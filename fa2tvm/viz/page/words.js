@@ -41,12 +41,12 @@ const WORDS = {
       "Each holds a part of O_i, so the parts go through shared memory, wait, and are added.",
     split_q: "Version 2, split-Q: each warp takes some rows of Q_i and all keys. " +
       "Its rows of O_i are its own, so warps exchange nothing.",
-    exchanged: "bytes through shared memory for each block", warp: "warp",
+    exchanged: bytes => `${bytes} bytes through shared memory for each block.`, warp: "warp",
     keys_help: "Keys: → next, ← back, space plays, Home and End, + and − speed, P pass, V version, " +
       "L language, T theme.",
     checked: "These numbers were also computed by fa2tvm/viz/trace.py, which tests compare with " +
       "reference.py. Largest difference here:",
-    row: "row", empty: "not on chip", block_of: "block",
+    empty: "not on chip", block_of: "block",
     grid_label: (n, m, at) => `Grid of ${n} query blocks by ${m} key blocks. ${at}`,
     at_block: (i, j) => `Now at query block ${i}, key block ${j}.`,
     at_row: i => `Now at query block ${i}.`, at_col: j => `Now at key block ${j}.`,
@@ -80,11 +80,11 @@ const WORDS = {
       "每个 warp 只有 O_i 的一部分，须写入共享内存、同步后相加。",
     split_q: "第 2 版 split-Q：每个 warp 负责 Q_i 的若干行和所有键。" +
       "O_i 的这些行归它独有，warp 之间无需通信。",
-    exchanged: "字节/块 经共享内存交换", warp: "warp",
+    exchanged: bytes => `每块经共享内存交换 ${bytes} 字节。`, warp: "warp",
     keys_help: "按键：→ 下一步，← 上一步，空格播放，Home 与 End，+ 与 − 速度，P 过程，V 版本，" +
       "L 语言，T 主题。",
     checked: "这些数字也由 fa2tvm/viz/trace.py 算出，测试将其与 reference.py 比较。此处最大差：",
-    row: "行", empty: "不在片上", block_of: "块",
+    empty: "不在片上", block_of: "块",
     grid_label: (n, m, at) => `${n} 个查询块乘 ${m} 个键块的网格。${at}`,
     at_block: (i, j) => `当前查询块 ${i}，键块 ${j}。`,
     at_row: i => `当前查询块 ${i}。`, at_col: j => `当前键块 ${j}。`,
