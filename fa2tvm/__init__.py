@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         use_pack,
         use_schedule,
     )
-    from fa2tvm.compile import PackEntry, export_pack
     from fa2tvm.device import Device, detect
     from fa2tvm.errors import (
         CompileFailed,
@@ -24,8 +23,10 @@ if TYPE_CHECKING:
         InfeasibleSchedule,
         PeerUnavailable,
         StaleModule,
+        StoreUnavailable,
         UnsupportedProblem,
     )
+    from fa2tvm.pack import PackEntry, export_pack
     from fa2tvm.problem import Problem, Shape, Variant
 
 __version__ = "0.1.0"
@@ -45,7 +46,7 @@ _HOMES = {
         ),
         "api",
     ),
-    **dict.fromkeys(("PackEntry", "export_pack"), "compile"),
+    **dict.fromkeys(("PackEntry", "export_pack"), "pack"),
     **dict.fromkeys(("Device", "detect"), "device"),
     **dict.fromkeys(
         (
@@ -55,6 +56,7 @@ _HOMES = {
             "InfeasibleSchedule",
             "PeerUnavailable",
             "StaleModule",
+            "StoreUnavailable",
             "UnsupportedProblem",
         ),
         "errors",
@@ -73,6 +75,7 @@ __all__ = [
     "Problem",
     "Shape",
     "StaleModule",
+    "StoreUnavailable",
     "UnsupportedProblem",
     "Variant",
     "attention",

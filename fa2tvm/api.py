@@ -6,10 +6,10 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fa2tvm import direct, torch_op
-from fa2tvm.errors import UnsupportedProblem
+from fa2tvm import cuda_direct, direct, torch_op
+from fa2tvm.errors import UnsupportedProblem, shown
 from fa2tvm.modules import forget, module_for, use_pack, use_schedule
-from fa2tvm.problem import Alignment
+from fa2tvm.problem import ALIGNMENTS, Alignment
 
 __all__ = [
     "attention",
@@ -104,25 +104,65 @@ def attention(
     torch.Size([2, 128, 8, 64])
     """
     found = None
+    if not (type(causal) is type(return_lse) is bool):
+        _require_flags(causal=causal, return_lse=return_lse)  # type: ignore[unreachable]
     if not torch.compiler.is_compiling():
-        found = direct.attention(q, k, v, softmax_scale, causal, alignment)
+        if softmax_scale is not None and type(softmax_scale) is not float:
+            softmax_scale = _number("softmax_scale", softmax_scale)
+        on_gpu = type(q) is type(k) is type(v) is Tensor and q.is_cuda
+        if on_gpu and not (
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        ):
+            found = cuda_direct.attention(q, k, v, softmax_scale, causal, alignment, return_lse)
+        else:
+            found = direct.attention(q, k, v, softmax_scale, causal, alignment)
     if found is None:
         found = _through_operator(q, k, v, softmax_scale, causal, alignment)
     return found if return_lse else found[0]
 
 
 def _through_operator(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise UnsupportedProblem(
-                f"{name} is of type {type(tensor).__name__}, but it must be a torch.Tensor; "
-                "convert it."
-            )
+    _require_tensors(q=q, k=k, v=v)
+    if not isinstance(options[-1], str) or options[-1] not in ALIGNMENTS:
+        raise UnsupportedProblem(
+            f"alignment is {shown(options[-1])}, but only 'bottom_right' and 'top_left' exist; "
+            "choose one."
+        )
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         apply: Any = torch_op.Transformable.apply
         result: tuple[Tensor, Tensor] = apply(q, k, v, *options)
         return result
     return torch_op.attention(q, k, v, *options)
+
+
+def _require_tensors(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise UnsupportedProblem(
+                f"{name} is of type {type(tensor).__name__}, but it must be a torch.Tensor; "
+                "convert it."
+            )
+        if tensor.is_nested:
+            raise UnsupportedProblem(
+                f"{name} is a nested tensor, but only dense ones will do; pad it."
+            )
+
+
+def _require_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise UnsupportedProblem(
+                f"{name} is {shown(value)}, but it must be True or False; choose one."
+            )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise UnsupportedProblem(
+            f"{name} is {shown(value)}, but it must be a number; pass a float or None."
+        ) from error
 
 
 def flash_attn_func(
@@ -140,9 +180,10 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
     """`flash_attn.flash_attn_func`: tensors are (batch, seq, heads, head_dim).
 
-    The causal mask is aligned to the bottom right. Gradients are deterministic on a CPU, whatever
-    `deterministic` says. With `return_attn_probs` the result is (O, LSE, None): the probabilities
-    of dropout, the third, do not exist without dropout.
+    The causal mask is aligned to the bottom right. Gradients are deterministic on a CPU; on a GPU
+    `deterministic` wants PyTorch's own switch, `torch.use_deterministic_algorithms(True)`. With
+    `return_attn_probs` the result is (O, LSE, None): the probabilities of dropout, the third, do
+    not exist without dropout.
 
     Raises
     ------
@@ -156,7 +197,12 @@ def flash_attn_func(
     >>> flash_attn_func(*torch.randn(3, 1, 128, 4, 64), causal=True).shape
     torch.Size([1, 128, 4, 64])
     """
-    del deterministic
+    _require_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
+    if deterministic and isinstance(q, Tensor) and q.is_cuda and not torch_op.is_deterministic():
+        raise UnsupportedProblem(
+            "deterministic is True, but on a GPU PyTorch's own switch decides; call "
+            "torch.use_deterministic_algorithms(True)."
+        )
     _refuse("dropout_p", dropout_p, 0.0)
     _refuse("window_size", tuple(window_size), (-1, -1))
     _refuse("softcap", softcap, 0.0)
@@ -197,6 +243,8 @@ def scaled_dot_product_attention(
     _refuse("attn_mask", attn_mask, None)
     _refuse("dropout_p", dropout_p, 0.0)
     tensors = (query, key, value)
+    _require_tensors(query=query, key=key, value=value)
+    _require_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if any(t.dim() != query.dim() for t in tensors) or query.dim() < 2:
         raise UnsupportedProblem(
             f"query, key, value have {', '.join(str(t.dim()) for t in tensors)} dimensions, but "
@@ -225,7 +273,7 @@ def _four_dimensional(tensor: Tensor) -> Tensor:
 
 def _refuse(name: str, value: Any, supported: Any) -> None:
     if value is not supported and (isinstance(value, Tensor) or value != supported):
-        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
         raise UnsupportedProblem(
-            f"{name} is {shown}, but only {supported} is supported; leave it out."
+            f"{name} is {what or shown(value)}, but only {supported} is supported; leave it out."
         )

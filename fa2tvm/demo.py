@@ -19,8 +19,9 @@ from rich.table import Table
 from fa2tvm.bench.machine import provenance
 from fa2tvm.bench.measure import Policy, measure
 from fa2tvm.bench.plot import plot
-from fa2tvm.bench.report import OURS, Cell, cells, ratio
+from fa2tvm.bench.report import ratio
 from fa2tvm.bench.rows import read_rows, write_rows
+from fa2tvm.bench.tables import OURS, Cell, cells
 from fa2tvm.device import cpu_model, detect
 from fa2tvm.problem import PASSES
 from fa2tvm.workloads import Workload, named, tagged
@@ -92,7 +93,7 @@ def _tune_and_export(
     console: Console, workload: Workload, folder: Path, seconds: float
 ) -> dict[str, float]:
     """Tune both passes, export the winners; the default's time over the winner's, by pass."""
-    from fa2tvm.compile import PackEntry, export_pack
+    from fa2tvm.pack import PackEntry, export_pack
     from fa2tvm.tune.job import tune
     from fa2tvm.tune.progress import LiveProgress
     from fa2tvm.tune.promote import promote

@@ -6,7 +6,7 @@ import functools
 import os
 import platform
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,33 @@ class Device:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What code and schedules depend on: architecture, multiprocessors, memories of one and all."""
+
+    arch: str
+    multiprocessors: int
+    shared_bytes: int
+    l2_mib: int
+    l1_kib: int
+
+
+# GPUs that code can be made for without having one. Source: CUDA's programming guide, compute
+# capabilities (shared memory a thread block may opt in to), and NVIDIA's data sheets; the H200 as
+# read on one, 2026-11-30.
+GPUS: dict[str, Gpu] = {
+    "nvidia_h200": Gpu("sm_90a", 132, 232448, 60, 256),
+    "nvidia_h100": Gpu("sm_90a", 132, 232448, 50, 256),
+    "nvidia_h100_pcie": Gpu("sm_90a", 114, 232448, 50, 256),
+    "nvidia_a100": Gpu("sm_80", 108, 166912, 40, 192),
+    "nvidia_a10": Gpu("sm_86", 72, 101376, 6, 128),
+    "nvidia_geforce_rtx_3090": Gpu("sm_86", 82, 101376, 6, 128),
+    "nvidia_l4": Gpu("sm_89", 58, 101376, 48, 128),
+    "nvidia_l40s": Gpu("sm_89", 142, 101376, 96, 128),
+    "nvidia_geforce_rtx_4090": Gpu("sm_89", 128, 101376, 72, 128),
+}
+
+
 def baseline(level: str = "x86-64-v3") -> Device:
     """The portable x86-64 device of a level: what a pack for unknown machines is compiled for.
 
@@ -142,18 +169,72 @@ def baseline(level: str = "x86-64-v3") -> Device:
 
 
 def nvidia_h200() -> Device:
-    """NVIDIA H200 (SXM). Source: device properties read on one, 2026-11-30."""
+    """NVIDIA H200 (SXM)."""
+    return gpu("nvidia_h200")
+
+
+def gpu(name: str) -> Device:
+    """A GPU by the name of `GPUS`, with or without its `nvidia_`: what a pack is made for.
+
+    Raises
+    ------
+    UnsupportedProblem
+        For a name that the table lacks.
+    """
+    slug = name if name.startswith("nvidia_") else f"nvidia_{name}"
+    if slug not in GPUS:
+        raise UnsupportedProblem(
+            f"device is {name!r}, but only {', '.join(GPUS)} are known; choose one."
+        )
+    return _gpu(slug, GPUS[slug])
+
+
+def cuda_device(
+    name: str,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    shared_bytes: int = 0,
+    l2_bytes: int = 0,
+) -> Device:
+    """The GPU that its driver describes so; zeros where it does not say.
+
+    A GPU of the table takes its slug from there, whatever follows in its name, so that it finds
+    the schedules of its kind.
+    """
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    known = [slug for slug in GPUS if f"{plain}_".startswith(f"{slug}_")]
+    slug = max(known, key=len, default=plain)
+    arch = _arch(capability)
+    alike = [g for g in (GPUS.get(slug), *GPUS.values()) if g is not None and g.arch == arch]
+    like = alike[0] if alike else Gpu(arch, 0, 101376, 4, 128)
+    found = replace(
+        like,
+        arch=arch,
+        multiprocessors=multiprocessors,
+        shared_bytes=shared_bytes or like.shared_bytes,
+    )
+    device = _gpu(slug, found)
+    return replace(device, l2_bytes=l2_bytes) if l2_bytes else device
+
+
+def _arch(capability: tuple[int, int]) -> str:
+    """What the compiler is told; Hopper's wgmma exists only in the `a` variant of its code."""
+    major, minor = capability
+    return f"sm_{major}{minor}" + ("a" if capability == (9, 0) else "")
+
+
+def _gpu(slug: str, found: Gpu) -> Device:
     return Device(
-        slug="nvidia_h200",
+        slug=slug,
         kind="cuda",
-        arch="sm_90a",
-        level="sm_90a",
+        arch=found.arch,
+        level=found.arch,
         features=(),
-        cores=132,
-        l1_bytes=256 << 10,
-        l2_bytes=60 << 20,
+        cores=found.multiprocessors,
+        l1_bytes=found.l1_kib << 10,
+        l2_bytes=found.l2_mib << 20,
         vector_bytes=16,
-        shared_bytes=232448,
+        shared_bytes=found.shared_bytes,
     )
 
 

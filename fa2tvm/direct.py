@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from fa2tvm import launch, parallel, torch_op
+from fa2tvm import cuda_direct, launch, parallel, torch_op
+from fa2tvm.cuda_direct import remember
 from fa2tvm.modules import module_for, prepared
 from fa2tvm.problem import Alignment
 
-# Shapes whose checks and module are remembered, before all are forgotten.
-_MAX_PREPARED = 1024
-
 Tensor = torch.Tensor
 _C = torch._C
+_any_autocast = _C._is_any_autocast_enabled
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_transform, _tracer = _C._functorch.peek_interpreter_stack, _C._get_tracing_state
 
 
 def attention(
@@ -36,12 +37,15 @@ def attention(
     UnsupportedProblem
         As `launch.check` does.
     """
-    if not (_nobody_looks() and _is_plain(q) and _is_plain(k) and _is_plain(v)):
+    on_gpu = type(q) is type(k) is type(v) is Tensor and q.is_cuda
+    if not _nobody_looks() or not (on_gpu or (_is_plain(q) and _is_plain(k) and _is_plain(v))):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         apply: Any = _Plain.apply
         result: tuple[Tensor, Tensor] = apply(q, k, v, softmax_scale, causal, alignment)
         return result
+    if on_gpu:
+        return cuda_direct.attention(q, k, v, softmax_scale, causal, alignment)
     return _run(q, k, v, softmax_scale, causal, alignment)
 
 
@@ -59,7 +63,10 @@ class _Plain(torch.autograd.Function):
         alignment: Alignment,
     ) -> tuple[Tensor, Tensor]:
         options = (softmax_scale, causal, alignment)
-        output = _run(q.detach(), k.detach(), v.detach(), *options)
+        if q.is_cuda:
+            output = cuda_direct.attention(q, k, v, *options)
+        else:
+            output = _run(q.detach(), k.detach(), v.detach(), *options)
         output = output or torch_op.attention(q, k, v, *options)
         torch_op.save(ctx, (q, k, v, *options), output)
         return output
@@ -67,15 +74,26 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse = saved = ctx.saved_tensors
-        plain = all(type(x) is Tensor and x.is_cpu for x in (dout, dlse) if x is not None)
-        if torch.is_grad_enabled() or not plain or not _nobody_looks():
+        where = q.device
+        plain = all(type(x) is Tensor and x.device == where for x in (dout, dlse) if x is not None)
+        if (
+            torch.is_grad_enabled()
+            or not plain
+            or not _nobody_looks()
+            or (q.is_cuda and torch_op.is_deterministic())
+        ):
             return torch_op.gradients(ctx, saved, dout, dlse)
+        needs = ctx.needs_input_grad[:3]
         softmax_scale, causal, alignment = ctx.options
-        key = (q.shape, k.shape, v.shape, q.dtype, causal, alignment)
+        if dout is not None and dlse is None and q.is_cuda:
+            options = softmax_scale, causal, alignment, needs
+            found = cuda_direct.backward(q, k, v, out, lse, dout, *options)
+            if found is not None:
+                return (*found, None, None, None)
+        key = ("backward", q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, alignment)
         module, scale, causal_offset = prepared.get(key) or _prepare_backward(key, q, k, v)
         if softmax_scale is not None:
             scale = float(softmax_scale)
-        needs = ctx.needs_input_grad[:3]
         grads = launch.backward(module, q, k, v, out, lse, dout, dlse, scale, causal_offset, needs)
         return (*grads, None, None, None)
 
@@ -94,11 +112,11 @@ def _is_plain(tensor: Tensor) -> bool:
 def _nobody_looks() -> bool:
     """Whether autocast, modes, transforms and tracers are off."""
     return not (
-        _C._is_any_autocast_enabled()
-        or _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
+        _any_autocast()
+        or _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _tracer() is not None
     )
 
 
@@ -110,7 +128,10 @@ def _run(
     causal: bool,
     alignment: Alignment,
 ) -> tuple[Tensor, Tensor] | None:
-    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal, alignment)
+    try:
+        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal, alignment)
+    except RuntimeError:  # a nested tensor has no shape
+        return None
     call = prepared.get(key) or _prepare(key, q, k, v)
     if call is None:
         return None
@@ -142,7 +163,7 @@ def _prepare(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any
         problem.causal_offset,
         launch.threads_for(q, k, v),
     )
-    return _remember(key, call)
+    return remember(key, call)
 
 
 def _pattern(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -152,12 +173,6 @@ def _pattern(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _prepare_backward(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     problem = launch.problem_of(q, k, v, causal=key[-2], alignment=key[-1], pass_="backward")
-    call = (module_for(problem), launch.default_scale(q.shape[3]), problem.causal_offset)
-    return _remember(key, call)
-
-
-def _remember(key: tuple[Any, ...], call: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(prepared) >= _MAX_PREPARED:
-        prepared.clear()
-    prepared[key] = call
-    return call
+    module = module_for(problem, torch_op.device_of(q))
+    call = (module, launch.default_scale(q.shape[3]), problem.causal_offset)
+    return remember(key, call)

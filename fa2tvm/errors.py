@@ -3,6 +3,14 @@
 Each message is one sentence with the argument, its value, the limit and the remedy.
 """
 
+from __future__ import annotations
+
+
+def shown(value: object) -> str:
+    """A value as an error names it: on one line, and not longer than a sentence bears."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
 
 class Fa2tvmError(Exception):
     """Base of every error that fa2tvm raises on purpose."""
@@ -34,3 +42,27 @@ class StaleModule(Fa2tvmError, RuntimeError):
 
 class JobBusy(Fa2tvmError, RuntimeError):
     """Another process tunes in the same folder."""
+
+
+class ServerUnavailable(Fa2tvmError, RuntimeError):
+    """No server of a tracker takes a tuning job, or a tracker does not answer."""
+
+
+class StoreUnavailable(Fa2tvmError, OSError):
+    """A file or folder of the user's cannot be written: full, read-only or gone."""
+
+
+def require_at_least(least: float, **values: float | None) -> None:
+    """Refuse numbers below a limit, and what is no number; None stands for none.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Naming the first of them.
+    """
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and least <= value < float("inf")):
+            raise UnsupportedProblem(
+                f"{name} is {shown(value)}, but it must be a number from {least} on; change it."
+            )

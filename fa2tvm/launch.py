@@ -1,4 +1,7 @@
-"""PyTorch tensors to modules: checks, allocation, strides, thread counts and empty sizes."""
+"""PyTorch tensors to modules: checks, allocation, strides, thread counts and empty sizes.
+
+What only GPUs need is in cuda_launch.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fa2tvm import parallel
+from fa2tvm import cuda_launch, parallel
 from fa2tvm.compile import Module
 from fa2tvm.errors import UnsupportedProblem
 from fa2tvm.problem import MAX_HEAD_DIM, Alignment, PassName, Problem, Shape, Variant
@@ -51,9 +54,9 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             f"q, k, v are on {q.device}, {k.device}, {v.device}, but all three must be on one "
             "device; move them."
         )
-    if q.device.type not in ("cpu", "meta"):
+    if q.device.type not in ("cpu", "cuda", "meta"):
         raise UnsupportedProblem(
-            f"q is on {q.device}, but kernels exist only for cpu; move the tensors there."
+            f"q is on {q.device}, but kernels exist only for cpu and cuda; move the tensors there."
         )
     _check_shapes(q, k, v)
 
@@ -147,19 +150,49 @@ def forward(
     Raises
     ------
     UnsupportedProblem
-        For an `out` or `lse` of the wrong shape, dtype, device or strides.
+        For an `out` or `lse` of the wrong shape, dtype, device or strides, or that overlaps
+        another tensor in memory.
     """
     q, k, v = _readable(q), _readable(k), _readable(v)
     batch, seq_q, heads, _ = q.shape
+    if out is not None or lse is not None:
+        _require_apart({"out": out, "lse": lse}, {"q": q, "k": k, "v": v})
     out = _result("out", out, q, (batch, seq_q, heads, v.shape[3]), q.dtype)
     lse = _result("lse", lse, q, (batch, heads, seq_q), torch.float32)
     if out.numel() == 0:
         return out, lse
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-math.inf)
+    if q.is_cuda:
+        _forward_on_gpu(module, q, k, v, out, lse, softmax_scale, causal_offset)
+        return out, lse
     threads = min(threads_for(q, k, v), parallel.count())
     module.function_on(q, k, v, out, lse, softmax_scale, causal_offset, threads)
     return out, lse
+
+
+def _forward_on_gpu(
+    module: Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal_offset: int,
+) -> None:
+    """Launch on the tensors' GPU and its current stream; nothing waits for it."""
+    with cuda_launch.on_device_of(q):
+        q, softmax_scale, _ = cuda_launch.positive_scale(q, softmax_scale)
+        q, k, v = (cuda_launch.aligned(x) for x in (q, k, v))
+        result = out if cuda_launch.is_aligned(out) else torch.empty_like(out)
+        schedule = module.schedule
+        extra: tuple[torch.Tensor, ...] = ()
+        if schedule.takes_counter:
+            extra = (cuda_launch.counter(q.device.index, is_used=schedule.counts_tiles),)
+        module.function(q, k, v, result, lse, *extra, softmax_scale, causal_offset)
+        if result is not out:
+            out.copy_(result)
 
 
 def backward(
@@ -186,7 +219,7 @@ def backward(
     """
     q, k, v, out = _readable(q), _readable(k), _readable(v), _readable(out)
     dq, dk, dv = (
-        tensor.new_empty(tensor.shape) if needed else None
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) if needed else None
         for tensor, needed in zip((q, k, v), needs, strict=True)
     )
     nothing_seen = q.numel() == 0 or k.numel() == 0
@@ -196,6 +229,10 @@ def backward(
                 grad.zero_()
         return dq, dk, dv
     dout = torch.zeros_like(out) if dout is None else _readable(dout)
+    if q.is_cuda:
+        arguments = q, k, v, out, lse, dout, dlse, softmax_scale, causal_offset
+        _backward_on_gpu(module, *arguments, (dq, dk, dv))
+        return dq, dk, dv
     threads = min(threads_for(q, k, v), parallel.count())
     shape = (q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
     splits, floats = _scratch(module.schedule, module.variant, shape, causal_offset, threads)
@@ -221,6 +258,51 @@ def backward(
         threads,
     )
     return dq, dk, dv
+
+
+def _backward_on_gpu(
+    module: Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    softmax_scale: float,
+    causal_offset: int,
+    gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    """Launch on the tensors' GPU and its current stream; nothing waits for it."""
+    dq, dk, dv = gradients
+    with cuda_launch.on_device_of(q):
+        q, softmax_scale, factor = cuda_launch.positive_scale(q, softmax_scale)
+        q, k, v, out, dout = (cuda_launch.aligned(x) for x in (q, k, v, out, dout))
+        shape = (q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
+        splits, floats = _scratch(module.schedule, module.variant, shape, causal_offset, 1)
+        workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
+        lse = _readable(lse).contiguous()
+        module.function(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dout,
+            lse if dlse is None else _readable(dlse).contiguous(),
+            q if dq is None else dq,
+            k if dk is None else dk,
+            v if dv is None else dv,
+            workspace,
+            softmax_scale,
+            causal_offset,
+            int(dlse is not None),
+            *(int(gradient is not None) for gradient in gradients),
+            splits,
+        )
+        if dq is not None and factor != 1:
+            # The kernel's Q is `factor` times the caller's.
+            dq.mul_(factor)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -256,3 +338,26 @@ def _result(
             "written into plain contiguous memory; pass such a tensor or none."
         )
     return given
+
+
+def _require_apart(
+    results: dict[str, torch.Tensor | None], inputs: dict[str, torch.Tensor]
+) -> None:
+    """Refuse results whose memory is also that of an input or of the other result."""
+    given = {name: x for name, x in results.items() if x is not None}
+    for name, x in given.items():
+        for other, y in {**inputs, **given}.items():
+            if other == name or x.device != y.device or not x.numel() or not y.numel():
+                continue
+            (first, last), (start, end) = _span(x), _span(y)
+            if first < end and start < last:
+                raise UnsupportedProblem(
+                    f"{name} overlaps {other} in memory, but it is written while {other} is in "
+                    "use; pass a tensor of its own or none."
+                )
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """First and last byte address, the last exclusive, of what a tensor may touch."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias
 
 from fa2tvm.device import Device
 from fa2tvm.errors import InfeasibleSchedule, UnsupportedProblem
-from fa2tvm.problem import Problem
+from fa2tvm.problem import Problem, Variant
 from fa2tvm.records import Record, program_version, read_records, tuning_key, versions
-from fa2tvm.schedule import Schedule, schedule_class, schedule_from_dict
+from fa2tvm.schedule import SCHEDULES, Schedule, schedule_class, schedule_from_dict
 
 Origin = Literal[
     "explicit", "user overlay", "shipped for this device", "shipped for this arch", "default"
@@ -27,7 +27,9 @@ SIMILAR_LENGTHS = 8
 # Where records lie, in the order of lookup, and which.
 Stored: TypeAlias = "tuple[tuple[Origin, Path, tuple[Record, ...]], ...]"
 # Families by kind of device, the fastest first.
-FAMILIES: dict[str, tuple[str, ...]] = {"llvm": ("cpu",)}
+FAMILIES: dict[str, tuple[str, ...]] = {"llvm": ("cpu",), "cuda": ("sm90", "sm80")}
+# Architectures that a family is bound to; the others run on every device of their kind.
+BOUND_TO: dict[str, tuple[str, ...]] = {"sm90": ("sm_90a",)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Found:
     record
         The tuned record behind it; None for an explicit or a default schedule.
     notes
-        One sentence for each stored record of this variant that did not apply.
+        One sentence for each faster family that cannot do the variant, and for each stored record
+        of it that did not apply.
     """
 
     family: str
@@ -77,20 +80,60 @@ def shipped_root() -> Path:
     return package.parent
 
 
-def family_for(device: Device) -> str:
-    """The fastest kernel family of a device.
+def family_for(device: Device, variant: Variant | None = None) -> str:
+    """The fastest kernel family of a device, or the fastest that can do a variant.
 
     Raises
     ------
     UnsupportedProblem
-        Where no family can run on it.
+        Where no family can run on it, or none can do the variant.
+    """
+    return choose_family(device, variant)[0]
+
+
+def choose_family(device: Device, variant: Variant | None = None) -> tuple[str, tuple[str, ...]]:
+    """What `family_for` gives, and one sentence for each faster family that was passed over.
+
+    Raises
+    ------
+    UnsupportedProblem
+        As `family_for` does.
     """
     if device.kind not in FAMILIES:
         raise UnsupportedProblem(
             f"device is of kind {device.kind!r}, but kernels exist only for "
             f"{', '.join(FAMILIES)}; choose another device."
         )
-    return FAMILIES[device.kind][0]
+    notes: list[str] = []
+    for family in FAMILIES[device.kind]:
+        reason = _cannot(family, device, variant)
+        if reason is None:
+            return family, tuple(notes)
+        notes.append(f"{family} was passed over: {reason}")
+    what = "any problem" if variant is None else variant.name
+    raise UnsupportedProblem(
+        f"no kernel family can do {what} on {device.slug} ({device.arch}): "
+        f"{' '.join(_clause(note) for note in notes).rstrip(' ;')}; call PyTorch's own attention "
+        "there."
+    )
+
+
+def _clause(note: str) -> str:
+    return note.rstrip(".") + ";"
+
+
+def _cannot(family: str, device: Device, variant: Variant | None) -> str | None:
+    """Why a family cannot do a variant on a device of its kind, or None where it can."""
+    arches = BOUND_TO.get(family, (device.arch,))
+    if device.arch not in arches:
+        return f"it needs {' or '.join(arches)}, but {device.slug} is {device.arch}."
+    if variant is None:
+        return None if any(known == family for known, _ in SCHEDULES) else "it has no kernel yet."
+    if (family, variant.pass_) not in SCHEDULES:
+        return f"it has no {variant.pass_} kernel yet."
+    default = schedule_class(family, variant.pass_).default(variant, device)
+    reasons = default.reasons(variant, device)
+    return reasons[0] if reasons else None
 
 
 def lookup(
@@ -107,7 +150,7 @@ def lookup(
     explicit
         A schedule, or its decisions, that the caller insists on.
     family
-        The kernel family; the device's fastest by default.
+        The kernel family; by default the device's fastest that can do the variant.
     stored
         The records to choose from; those that the files hold now by default.
 
@@ -116,18 +159,21 @@ def lookup(
     InfeasibleSchedule
         Where the explicit schedule does not fit, or not even the default does.
     UnsupportedProblem
-        Where no family runs on the device.
+        Where no family runs on the device or can do the variant there.
     """
     variant = problem.variant
     if explicit is not None:
         if isinstance(explicit, Schedule):
             schedule = explicit
         else:
-            schedule = schedule_from_dict(family or family_for(device), variant.pass_, explicit)
+            family = family or family_for(device, variant)
+            schedule = schedule_from_dict(family, variant.pass_, explicit)
         schedule.require_feasible(variant, device)
         return Found(schedule.family, schedule, "explicit")
-    family = family or family_for(device)
     notes: list[str] = []
+    if family is None:
+        family, passed_over = choose_family(device, variant)
+        notes.extend(passed_over)
     for origin, path, records in stored or stored_now(variant.pass_, device):
         for record in _nearest(records, problem, family):
             reason = _why_not(record, problem, device)
@@ -190,7 +236,7 @@ def _distance(a: Problem, b: Problem) -> float:
         (a.shape.seq_kv, b.shape.seq_kv),
         (a.shape.group, b.shape.group),
     )
-    return sum(abs(math.log2((1 + x) / (1 + y))) for x, y in pairs)
+    return sum(abs(math.log2(1 + x) - math.log2(1 + y)) for x, y in pairs)
 
 
 def _why_not(record: Record, problem: Problem, device: Device) -> str | None:

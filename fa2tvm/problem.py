@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from fa2tvm.errors import UnsupportedProblem
+from fa2tvm.errors import UnsupportedProblem, shown
 
 PassName = Literal["forward", "backward"]
 DType = Literal["float32", "float16", "bfloat16"]
@@ -13,7 +13,17 @@ Alignment = Literal["bottom_right", "top_left"]
 
 PASSES: tuple[PassName, ...] = ("forward", "backward")
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+ALIGNMENTS: tuple[Alignment, ...] = ("bottom_right", "top_left")
 MAX_HEAD_DIM = 512
+LENGTH_CLASSES = ("short", "medium", "long")
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UnsupportedProblem(
+            f"{name} is {shown(value)}, but it must be a whole number; pass an int."
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -47,20 +57,25 @@ class Variant:
     def __post_init__(self) -> None:
         if self.pass_ not in PASSES:
             raise UnsupportedProblem(
-                f"pass_ is {self.pass_!r}, but only 'forward' and 'backward' exist; choose one."
+                f"pass_ is {shown(self.pass_)}, but only 'forward' and 'backward' exist; "
+                "choose one."
             )
         if self.dtype not in DTYPE_BYTES:
             raise UnsupportedProblem(
-                f"dtype is {self.dtype!r}, but only float32, float16 and bfloat16 are supported; "
-                "convert the inputs."
+                f"dtype is {shown(self.dtype)}, but only float32, float16 and bfloat16 are "
+                "supported; convert the inputs."
             )
         for name in ("head_dim_qk", "head_dim_v"):
-            value = getattr(self, name)
+            value = _whole(name, getattr(self, name))
             if not 1 <= value <= MAX_HEAD_DIM:
                 raise UnsupportedProblem(
-                    f"{name} is {value}, but only 1 to {MAX_HEAD_DIM} is supported; "
+                    f"{name} is {shown(value)}, but only 1 to {MAX_HEAD_DIM} is supported; "
                     "split the heads differently."
                 )
+        if not isinstance(self.causal, bool):
+            raise UnsupportedProblem(
+                f"causal is {shown(self.causal)}, but it must be True or False; choose one."
+            )
 
     @property
     def name(self) -> str:
@@ -95,17 +110,17 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv"):
-            value = getattr(self, name)
+            value = _whole(name, getattr(self, name))
             if value < 0:
                 raise UnsupportedProblem(
-                    f"{name} is {value}, but a size is at least 0; check the shapes."
+                    f"{name} is {shown(value)}, but a size is at least 0; check the shapes."
                 )
         if self.heads_kv == 0 and self.heads_q == 0:
             return
         if self.heads_kv == 0 or self.heads_q % self.heads_kv:
             raise UnsupportedProblem(
-                f"heads_q is {self.heads_q} with heads_kv {self.heads_kv}, but heads_q must be "
-                "a multiple of heads_kv; repeat or drop key heads."
+                f"heads_q is {shown(self.heads_q)} with heads_kv {shown(self.heads_kv)}, but "
+                "heads_q must be a multiple of heads_kv; repeat or drop key heads."
             )
 
     @property
@@ -127,10 +142,16 @@ class Problem:
     alignment: Alignment = "bottom_right"
 
     def __post_init__(self) -> None:
-        if self.alignment not in ("bottom_right", "top_left"):
+        for name, kind in (("variant", Variant), ("shape", Shape)):
+            if not isinstance(getattr(self, name), kind):
+                raise UnsupportedProblem(
+                    f"{name} is {shown(getattr(self, name))}, but it must be a {kind.__name__}; "
+                    "make one."
+                )
+        if not isinstance(self.alignment, str) or self.alignment not in ALIGNMENTS:
             raise UnsupportedProblem(
-                f"alignment is {self.alignment!r}, but only 'bottom_right' and 'top_left' exist; "
-                "choose one."
+                f"alignment is {shown(self.alignment)}, but only 'bottom_right' and 'top_left' "
+                "exist; choose one."
             )
 
     @property

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fa2tvm import launch
+from fa2tvm import cuda_runtime, launch
+from fa2tvm.device import Device
 from fa2tvm.launch import check, default_scale, problem_of
 from fa2tvm.modules import module_for
 from fa2tvm.problem import Alignment
@@ -33,6 +34,19 @@ _library.define(
 Tensor = torch.Tensor
 
 
+def device_of(tensor: Tensor) -> Device | None:
+    """What `module_for` wants to know of where a tensor is: its GPU, or None for the CPU."""
+    return cuda_runtime.device(tensor.device.index) if tensor.is_cuda else None
+
+
+def is_deterministic() -> bool:
+    """Whether PyTorch is told to compute the same bits in every run."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, alignment: Alignment
 ) -> tuple[Tensor, Tensor]:
@@ -49,7 +63,7 @@ def _forward(
     check(q, k, v)
     problem = problem_of(q, k, v, causal=causal, alignment=alignment)
     scale = default_scale(q.shape[3]) if softmax_scale is None else softmax_scale
-    return launch.forward(module_for(problem), q, k, v, scale, problem.causal_offset)
+    return launch.forward(module_for(problem, device_of(q)), q, k, v, scale, problem.causal_offset)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -77,7 +91,7 @@ def _backward(
     problem = problem_of(q, k, v, causal=causal, alignment=alignment, pass_="backward")
     scale = default_scale(q.shape[3]) if softmax_scale is None else softmax_scale
     dq, dk, dv = launch.backward(
-        module_for(problem),
+        module_for(problem, device_of(q), deterministic=is_deterministic()),
         q,
         k,
         v,
@@ -191,15 +205,21 @@ class _TransformableBackward(torch.autograd.Function):
 
 
 def _forward_autocast(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, alignment: Alignment
+    device_type: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    alignment: Alignment,
 ) -> tuple[Tensor, Tensor]:
     """Compute in autocast's dtype, as torch's own attention does; gradients are cast back."""
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device_type)
     cast = [
         tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
         for tensor in (q, k, v)
     ]
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(device_type, enabled=False):
         return attention(cast[0], cast[1], cast[2], softmax_scale, causal, alignment)
 
 
@@ -231,7 +251,8 @@ def _mapped(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[An
 # Any device, so that `check` says which ones there are.
 _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-_library.impl("attention_forward", _forward_autocast, "AutocastCPU")
+for _key, _type in (("AutocastCPU", "cpu"), ("AutocastCUDA", "cuda")):
+    _library.impl("attention_forward", functools.partial(_forward_autocast, _type), _key)
 torch.library.register_fake("fa2tvm::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("fa2tvm::attention_backward", _backward_fake, lib=_library)
 torch.library.register_autograd(

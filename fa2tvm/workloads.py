@@ -18,6 +18,8 @@ TAGS = {
     "scaling": "cost against length",
     "decode": "one new query against a long cache",
     "bench": "the sweep of the paper (arXiv:2307.08691, section 4.1), for GPUs",
+    "gpu": "the speed table of a GPU: that sweep and head dim 256",
+    "gqa": "32 query heads on 8 key heads, for GPUs",
 }
 _EXAMPLE = "d64_causal_b1_h8_q2048_k2048"
 
@@ -99,14 +101,16 @@ def _listed() -> dict[str, Workload]:
         rows.append(replace(workload, name=name or text))
 
     _add_ci(add)
-    for d in (64, 128):
+    for d in (64, 128, 256):
         for causal in ("", "_causal"):
-            for batch, seq in ((4, 512), (1, 2048), (1, 8192)):
+            for batch, seq in ((4, 512), (1, 2048), (1, 8192)) if d < 256 else ():
                 add("cpu tune", f"d{d}{causal}_b{batch}_h8_q{seq}_k{seq}")
             for seq in (512, 1024, 2048, 4096, 8192, 16384):
                 # The paper fixes 16k tokens and a hidden size of 2048.
                 heads = 2048 // d
-                add("bench", f"d{d}{causal}_b{16384 // seq}_h{heads}_q{seq}_k{seq}")
+                tags = "bench gpu" if d < 256 else "gpu"
+                add(tags, f"d{d}{causal}_b{16384 // seq}_h{heads}_q{seq}_k{seq}")
+    add("gqa", "d128_causal_b2_h32k8_q8192_k8192")
     for seq in (512, 1024, 2048, 4096, 8192, 16384):
         add("scaling", f"d64_b1_h2_q{seq}_k{seq}")
     add("tiny", "d64_b1_h1_q16_k16")

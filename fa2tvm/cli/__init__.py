@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
 import fa2tvm
-from fa2tvm.cli import measuring, picturing, showing, tuning
+from fa2tvm.cli import measuring, picturing, proving, showing, tuning
 from fa2tvm.errors import Fa2tvmError
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Have SIGTERM and a closed terminal (SIGHUP) end a command as Ctrl-C does.
+
+    Workers and temporary folders go then, too. A signal that is ignored (nohup) stays ignored.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    asked = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        asked = []
+    for number in asked:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in asked:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class _OneSentence(typer.core.TyperGroup):
@@ -18,9 +44,19 @@ class _OneSentence(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _interruptible():
+                return super().invoke(ctx)
         except Fa2tvmError as error:
             typer.echo(f"fa2tvm: {error}", err=True)
+            raise typer.Exit(2) from None
+        except OSError as error:
+            # A file or folder that was named on the command line, for the most part.
+            where = f" {error.filename}" if error.filename else ""
+            typer.echo(
+                f"fa2tvm: the file or folder{where} cannot be used ({error.strerror or error}); "
+                "choose another or make room.",
+                err=True,
+            )
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("fa2tvm: interrupted.", err=True)
@@ -71,4 +107,5 @@ def demo(
 showing.register(app)
 tuning.register(app)
 measuring.register(app)
+proving.register(app)
 picturing.register(app)

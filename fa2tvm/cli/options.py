@@ -7,14 +7,18 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from fa2tvm.device import Device, baseline, detect
+from fa2tvm.device import GPUS, Device, baseline, detect, gpu
 from fa2tvm.errors import UnsupportedProblem
 from fa2tvm.problem import PASSES, DType, PassName, Problem, Shape, Variant
 from fa2tvm.workloads import WORKLOADS, named, tagged
+
+if TYPE_CHECKING:
+    from fa2tvm.tune.tracker import Server
 
 DTYPES: tuple[DType, ...] = get_args(DType)
 _PANEL = "Problems"
@@ -157,11 +161,92 @@ def require_some(problems: list[Problem]) -> list[Problem]:
 DeviceOption = Annotated[
     str,
     typer.Option(
-        "--device", help="native, or a portable level: x86-64-v3 or x86-64-v4.", show_default=True
+        "--device",
+        help="native (this CPU), cuda (this machine's GPU), a GPU by name like nvidia_h200, or a "
+        "portable level: x86-64-v3, x86-64-v4.",
+        show_default=True,
     ),
 ]
 
 
 def device_named(name: str) -> Device:
-    """The device at hand for "native", else the portable device of an x86-64 level."""
-    return detect() if name == "native" else baseline(name)
+    """The CPU at hand for "native", the GPU at hand for "cuda", else a GPU or a level by name.
+
+    Raises
+    ------
+    UnsupportedProblem
+        For a name of neither, or "cuda" where there is no GPU.
+    """
+    if name == "native":
+        return detect()
+    if name == "cuda":
+        return gpu_at_hand()
+    return gpu(name) if is_gpu(name) else baseline(name)
+
+
+TrackerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="HOST:PORT of a tracker of TVM's RPC: candidates run on one of its servers (see "
+        "`fa2tvm serve`), whose device it is unless --device names one.",
+        show_default=False,
+    ),
+]
+KeyOption = Annotated[
+    str | None, typer.Option(help="Key of the servers at the tracker.", show_default=False)
+]
+ServerTimeoutOption = Annotated[
+    float, typer.Option(help="Seconds to wait for a server that is free.")
+]
+
+
+def place_of(
+    device: str, tracker: str | None, key: str | None, timeout_s: float
+) -> tuple[Device, Server | None]:
+    """The device that options name, and where it is: None is here.
+
+    Raises
+    ------
+    ServerUnavailable
+        Where no server is to be had.
+    UnsupportedProblem
+        For a tracker without a key, a key without a tracker, or what `device_named` refuses.
+    """
+    if tracker is None and key is None:
+        return device_named(device), None
+    if tracker is None or key is None:
+        given, missing = ("--key", "--tracker") if tracker is None else ("--tracker", "--key")
+        raise UnsupportedProblem(f"{given} is given, but {missing} is not; give both or neither.")
+    from fa2tvm.tune.remote import about
+    from fa2tvm.tune.tracker import Server
+
+    server = Server(tracker, key, timeout_s)
+    found = about(server)
+    row = found["device"]
+    there = Device(**{**row, "features": tuple(row["features"])})
+    if device != "native" and device_named(device).slug != there.slug:
+        raise UnsupportedProblem(
+            f"device is {device!r}, but the server of key {key!r} is {there.slug}; leave --device "
+            "out or give another key."
+        )
+    return there, replace(server, machine=found["machine"])
+
+
+def is_gpu(name: str) -> bool:
+    """Whether a device's name is "cuda" or that of a known GPU."""
+    return name == "cuda" or name in GPUS or f"nvidia_{name}" in GPUS
+
+
+def gpu_at_hand() -> Device:
+    """PyTorch's current GPU.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Where it sees none.
+    """
+    import torch
+
+    from fa2tvm import cuda_runtime
+
+    return cuda_runtime.device(torch.cuda.current_device() if torch.cuda.is_available() else 0)
