@@ -27,6 +27,35 @@ _FLAGS = (
 )
 _KEYS = {"ArrowRight": "\ue014", "ArrowLeft": "\ue012", "Home": "\ue011", "End": "\ue010"}
 
+_UNNAMED = """
+return [...document.querySelectorAll(
+    'button, input, select, figure, summary, [role=img], [role=group]')]
+  .filter(e => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length))
+  .map(e => e.outerHTML.slice(0, 80))
+"""
+_FAINT = """
+const rgb = text => {
+  const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
+  const ink = canvas.getContext('2d');
+  ink.fillStyle = text; ink.fillRect(0, 0, 1, 1);
+  return [...ink.getImageData(0, 0, 1, 1).data];
+};
+const light = c => c.slice(0, 3).map(x => x / 255)
+  .map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+  .reduce((s, x, k) => s + x * [0.2126, 0.7152, 0.0722][k], 0);
+const ground = e => {
+  const behind = [];
+  for (let p = e; p; p = p.parentElement) behind.push(rgb(getComputedStyle(p).backgroundColor));
+  return behind.reverse().reduce((under, over) =>
+    under.map((x, k) => k < 3 ? x + (over[k] - x) * over[3] / 255 : 255), [255, 255, 255, 255]);
+};
+return arguments[0].flatMap(selector => [...document.querySelectorAll(selector)].filter(e =>
+    e.innerText?.trim() && !e.closest('.ghost')).map(e => {
+    const [a, b] = [light(rgb(getComputedStyle(e).color)), light(ground(e))];
+    return [selector, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
+  })).filter(([, ratio]) => ratio < 4.5).map(([name, ratio]) => `${name} ${ratio.toFixed(2)}`)
+"""
+
 
 def why_absent() -> str | None:
     """Why there is no browser here, or None."""
@@ -101,6 +130,14 @@ class Browser:
     def screenshot(self) -> bytes:
         """The visible page as PNG."""
         return base64.b64decode(self._send("GET", "/screenshot"))
+
+    def unnamed(self) -> list[str]:
+        """Controls, pictures and groups that a screen reader has no name for."""
+        return list(self.run(_UNNAMED))
+
+    def faint(self, *selectors: str) -> list[str]:
+        """Texts whose contrast with the ground behind them is under WCAG's 4.5, with its value."""
+        return list(self.run(_FAINT, list(selectors)))
 
     def messages(self) -> list[str]:
         """What the console has said since the last call."""

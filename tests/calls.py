@@ -16,7 +16,7 @@ from fa2tvm.problem import PassName, Variant
 from fa2tvm.schedule import SCHEDULES, Schedule
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# GPU families join when their launch is built; until then every family here runs on a CPU.
+# Families of this machine's CPU; those of GPUs are called through the public API (test_gpu_*.py).
 FAMILIES = sorted({family for family, _ in SCHEDULES if family == "cpu"})
 
 
@@ -87,9 +87,13 @@ def random_case(
     d: int = 64,
     dv: int | None = None,
     dlse: bool = False,
+    arithmetic: torch.dtype | None = torch.float32,
     **how: Any,
 ) -> Case:
-    """A case of standard normal data; sizes that are left out follow the others."""
+    """A case of standard normal data; sizes that are left out follow the others.
+
+    `arithmetic` is the CPU family's; None holds a family to the storage type.
+    """
     seq_kv = seq_q if seq_kv is None else seq_kv
     heads_kv = heads if heads_kv is None else heads_kv
     dv = d if dv is None else dv
@@ -103,6 +107,7 @@ def random_case(
         v=randn(batch, seq_kv, heads_kv, dv),
         dO=randn(batch, seq_q, heads, dv),
         dLSE=randn(batch, heads, seq_q).float() if dlse else None,
+        arithmetic=arithmetic,
         **how,
     )
 

@@ -7,14 +7,24 @@ import secrets
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from emulator import toolchain
+from emulator.processes import Emulator
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="repeat a run's random data (its header names it)")
+    parser.addoption(
+        "--pack", type=Path, help="take the GPU's modules from this pack (gpu_pack.py)"
+    )
+    parser.addoption("--fuzz", type=int, default=200, help="inputs of each fuzzed parser")
     parser.addoption("--home", type=Path, help="keep compiled modules here between runs")
+    parser.addoption(
+        "--emulate-all", action="store_true", help="every GPU program on the CPU, for an hour"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +52,46 @@ def fa2tvm_home(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FA2TVM_HOME", os.fspath(Path(home).absolute()))
         yield home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def early(
+    request: pytest.FixtureRequest,
+    fa2tvm_home: Path,  # noqa: ARG001 - it must be there first
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Any]]:
+    """What test modules began to compile beside the first tests, by the module's name; early.py."""
+    items = [item for item in request.session.items if "built" in getattr(item, "fixturenames", ())]
+    modules = {item.module for item in items}  # type: ignore[attr-defined]
+    begun = {
+        module.__name__: module.begin(items, tmp_path_factory.mktemp(module.__name__))
+        for module in sorted(modules, key=lambda module: module.__name__)
+        if hasattr(module, "begin")
+    }
+    yield begun
+    for build in begun.values():
+        if build is not None:
+            build.close()
+
+
+@pytest.fixture(scope="session")
+def emulator(fa2tvm_home: Path) -> Iterator[Emulator]:  # noqa: ARG001 - it must be there first
+    """Runs GPU programs on the CPU."""
+    reason = toolchain.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with Emulator() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def pack(request: pytest.FixtureRequest, fa2tvm_home: Path) -> None:  # noqa: ARG001
+    """The modules of --pack, where one is given: no compiler is needed then."""
+    given = request.config.getoption("--pack")
+    if given is not None:
+        import fa2tvm
+
+        fa2tvm.use_pack(given, trust=True)
 
 
 @pytest.fixture

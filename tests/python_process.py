@@ -11,10 +11,12 @@ from pathlib import Path
 import fa2tvm
 
 ROOT = Path(fa2tvm.__file__).parent.parent
+# What takes longer hangs, also on a loaded machine.
+PATIENCE_S = 300.0
 
 
 def run_python(
-    code: str, timeout_s: float = 120, env: Mapping[str, str | None] | None = None
+    code: str, timeout_s: float = PATIENCE_S, env: Mapping[str, str | None] | None = None
 ) -> str:
     """The standard output of a program that must end well; a None in `env` unsets a variable."""
     variables = dict(os.environ)

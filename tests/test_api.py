@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa2tvm
-from fa2tvm import api, direct, modules, torch_op
+from fa2tvm import api, cuda_direct, direct, modules, torch_op
 from fa2tvm.device import baseline
 from fa2tvm.errors import InfeasibleSchedule, UnsupportedProblem
 from fa2tvm.problem import Problem, Shape, Variant
@@ -248,7 +248,7 @@ def test_direct_path_is_taken_only_where_nobody_looks(
 def test_remembered_calls_are_bounded(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "_MAX_PREPARED", 4)
+    monkeypatch.setattr(cuda_direct, "MAX_PREPARED", 4)
     monkeypatch.setattr(modules, "MAX_ANSWERS", 4)
     modules.forget()  # what other tests left
     for seq in range(1, 12):
@@ -337,7 +337,7 @@ def test_importing_is_light(tmp_path: Path) -> None:
     ["torch, fa2tvm", "fa2tvm, torch", "tvm, torch, fa2tvm", "fa2tvm, torch, tvm", "numpy, fa2tvm"],
 )
 def test_import_orders(order: str) -> None:
-    """BUGS J07: TVM and torch in one process, in any order, up to a clean exit."""
+    """BUGS J07 (TVM #18316): TVM and torch in one process, in any order, up to a clean exit."""
     run_python(
         f"import {order}\n"
         "import torch\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 from fa2tvm.bench import calls, machine, memory, peers, suite
+from fa2tvm.bench import measure as measuring
 from fa2tvm.bench.check import Case, Oracle
 from fa2tvm.bench.measure import Policy, measure
 from fa2tvm.bench.peers import PEERS, Peer, Prepared
 from fa2tvm.bench.plot import plot
 from fa2tvm.bench.report import markdown
 from fa2tvm.bench.rows import COLUMNS, new_row, read_rows, write_rows
-from fa2tvm.errors import CorruptRecord, PeerUnavailable
+from fa2tvm.errors import CompileFailed, CorruptRecord, PeerUnavailable
 from fa2tvm.problem import Problem
 from fa2tvm.workloads import named, parse, tagged
 
@@ -46,7 +48,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Register a peer that calls a function of ours."""
 
     def add(name: str, attention: Any, ours: bool = False) -> None:
-        def prepare(_: Problem) -> Prepared:
+        def prepare(_: Problem, device: str) -> Prepared:
+            assert device == "cpu"
             return Prepared(attention)
 
         monkeypatch.setitem(PEERS, name, Peer(name, prepare, ours))
@@ -119,7 +122,9 @@ def test_backward_of_flex_is_absent_with_its_reason() -> None:
     assert "no backward" in row["error"]
 
 
-def test_peers_take_turns(fake: Any) -> None:
+def test_peers_take_turns(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a loaded machine one of three equal peers may look slow, and be given fewer rounds.
+    monkeypatch.setattr(measuring, "_SLOW", math.inf)
     order: list[str] = []
 
     def noted(name: str) -> Any:
@@ -142,7 +147,18 @@ def test_peers_take_turns(fake: Any) -> None:
 def test_unknown_peer_is_named() -> None:
     with pytest.raises(PeerUnavailable, match="'nobody'"):
         suite.known_peers(["nobody"])
-    assert suite.known_peers([]) == list(PEERS)
+    assert suite.known_peers([]) == [
+        "fa2tvm",
+        "fa2tvm-default",
+        "sdpa-flash",
+        "sdpa-math",
+        "flex-compiled",
+    ]
+    with pytest.raises(PeerUnavailable, match="exist on cpu"):
+        suite.known_peers(["sdpa-cudnn"])
+    assert {"fa2tvm", "sdpa-cudnn", "flash-attn-3", "flash-attn-4"} <= set(
+        suite.known_peers([], "cuda")
+    )
 
 
 def test_logits_beyond_memory_leave_math_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +209,39 @@ def test_calls_cost_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sdpa", "both"),
     ]
     assert all(row["cpu_us_p50"] > 0 for row in rows)
+
+
+def test_a_peer_is_not_charged_for_the_idle_threads_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that a round leaves spinning are asleep, and its own awake, when a round is timed."""
+    events: list[str] = []
+    monkeypatch.setattr(calls, "_ROUNDS", 2)
+    monkeypatch.setattr(calls.time, "sleep", lambda _: events.append("pause"))
+    loops = {name: lambda n, name=name: events.append(f"{name} {n}") for name in "ab"}
+    calls._interleave(loops, lambda: events.append("settle"))
+    few, many = calls._WAKE_UP, calls._CALLS
+    assert events[2:] == [
+        event for x in "baab" for event in ("settle", "pause", f"{x} {few}", f"{x} {many}")
+    ]
+
+
+def test_a_call_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fa2tvm
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CompileFailed("there is no compiler.")
+
+    monkeypatch.setattr(fa2tvm, "attention", refuse)
+    monkeypatch.setattr(calls, "_ROUNDS", 1)
+    monkeypatch.setattr(calls, "_CALLS", 2)
+    rows = list(calls.measure_calls(named("d64_b1_h1_q16_k16")))
+    assert [(row["peer"], row["error"]) for row in rows[:2]] == [
+        ("fa2tvm", "there is no compiler."),
+        ("sdpa", None),
+    ]
+    text = markdown([{**row, "run": RUN} for row in rows])
+    assert "fa2tvm is absent: there is no compiler." in text
 
 
 def made_up_rows() -> list[dict[str, Any]]:
@@ -264,3 +313,45 @@ def test_plot_is_a_picture_of_the_rows(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(CorruptRecord, match="nothing to plot"):
         plot([row for row in made_up_rows() if row["error"]], path)
+
+
+def gpu_rows() -> list[dict[str, Any]]:
+    """One cell of two head dims on a GPU, in both modes; a peer is absent."""
+    run = RUN | {"device": "nvidia_h200", "device_name": "NVIDIA H200", "threads": None}
+    run |= {"driver": "580", "cuda": "13.0", "peak_gflops": 8e5, "sustained_gflops": 6e5}
+    run |= {"memory_gbs": 4200.0, "data_sheet_tflops": 1000.0}
+    rows = []
+    for mode, scale in (("burst", 1.0), ("sustained", 1.25)):
+        for name, times in (
+            ("d64_b1_h32_q4096", {"fa2tvm": 200.0, "fa2tvm-default": 220.0, "flash-attn-3": 240.0}),
+            ("d128_b1_h16_q4096", {"fa2tvm": 200.0, "sdpa-cudnn": 190.0, "flash-attn-4": None}),
+        ):
+            problem = parse(name).problem("forward", "bfloat16")
+            for peer, us in times.items():
+                row = new_row("forward", name, peer, mode, problem)
+                if us is None:
+                    row["error"] = "it cannot be imported."
+                else:
+                    row.update(us_p50=scale * us, us_p20=us, us_p80=2 * us, samples=24)
+                    row["tflops"] = problem.flops() / us / scale / 1e6
+                if peer.startswith("fa2tvm"):
+                    row["schedule"] = {"block_kv": 96 if peer == "fa2tvm" else 128, "stages": 2}
+                if mode == "sustained":
+                    row.update(power_w=690.0, clock_mhz=1400)
+                rows.append({**row, "run": run})
+    return rows
+
+
+def test_report_of_a_gpu_compares_with_the_best_peer(tmp_path: Path) -> None:
+    rows = read_rows(write_rows(gpu_rows(), tmp_path / "forward.jsonl")[0])
+    text = markdown(rows)
+    assert "| bfloat16, forward, burst, d 64 | 1 | 1.200 | 1.200 | 1.200 | 1.100 |" in text
+    assert "| bfloat16, forward, burst, d 128 | 1 | 0.950 | 0.950 | 0.950 | – |" in text
+    assert "| bfloat16, forward, sustained, all | 2 | 1.068 | 0.950 | 1.200 | 1.100 |" in text
+    # 137.4 GFLOP in 200 us: 687 TFLOP/s, 86 % of 800 and 69 % of 1000.
+    assert "| d64_b1_h32_q4096 | 687 | 1.200 | 86 | 69 | 625 | 573 | – |" in text
+    assert "| 550 | 1.200 | 92 | 55 | 500 | 458 | – | 690 | 1400 |" in text
+    assert "flash-attn-4 is absent for d128_b1_h16_q4096: it cannot be imported." in text
+    assert "NVIDIA H200 (nvidia_h200), driver 580, CUDA 13.0" in text
+    assert "| d64_b1_h32_q4096, forward, burst | 1.100 | block_kv 128 → 96 |" in text
+    assert plot(rows, tmp_path / "forward.png").stat().st_size > 0

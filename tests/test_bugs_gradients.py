@@ -47,7 +47,7 @@ def test_oracle_against_autograd_in_float64(
         generator, torch.float32, seq_q=30, seq_kv=23, heads=4, heads_kv=2, d=8, dlse=True
     )
     case = dataclasses.replace(case, causal=causal, alignment=alignment)
-    plain = case._plain(torch.float64)
+    plain = case.plain(torch.float64)
     for name, x in case.oracle.items():
         torch.testing.assert_close(plain[name], x, rtol=1e-12, atol=1e-12)
 

@@ -106,8 +106,8 @@ def test_nan_in_keys_that_no_block_sees(dtype: torch.dtype, generator: torch.Gen
 def test_huge_constant_inputs(dtype: torch.dtype, constant: float) -> None:
     """A10 (PT #125674 #119320): all logits are equal, so O = V, dQ = dK = 0, dV = sum(dO) / S.
 
-    At 1e4 a logit is 8e8 and float32 cannot tell log(50) of it: dV is only required to be finite
-    and no larger than the sum of dO, which P <= 1 warrants.
+    At 1e4 a logit is 8e8 and float32 cannot tell log(50) of it, but the backward sums such rows
+    again.
     """
     x = torch.full((1, 50, 1, 64), constant).to(dtype)
     case = Case(x, x, x, torch.ones_like(x))
@@ -121,12 +121,9 @@ def test_huge_constant_inputs(dtype: torch.dtype, constant: float) -> None:
     for name in ("dQ", "dK"):
         assert results[name].isfinite().all()
         assert results[name].abs().max() <= case.scale * 50 * abs(constant) * residue
-    assert results["dV"].isfinite().all()
-    if abs(constant) < 1e3:
-        # LSE is rounded to float32, and P = exp(S - LSE) is off by as much.
-        off = 4 * logit * FINFO(torch.float32).eps + FINFO(dtype).eps
-        torch.testing.assert_close(results["dV"], torch.ones_like(x), rtol=off, atol=0)
-    assert results["dV"].abs().max() <= 51
+    # 50 terms of 1 / 50.
+    off = 8 * FINFO(torch.float32).eps + FINFO(dtype).eps / 2
+    torch.testing.assert_close(results["dV"], torch.ones_like(x), rtol=off, atol=0)
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4])
@@ -135,8 +132,7 @@ def test_huge_logits(size: float, generator: torch.Generator) -> None:
     case = random_case(generator, torch.float32, seq_q=90, seq_kv=130, causal=True)
     case = dataclasses.replace(case, softmax_scale=size / 32)
     results = run(case)
-    assert all(x.isfinite().all() for x in results.values())
-    case.check({n: results[n] for n in ("O", "LSE")})
+    case.check(results)
 
 
 @all_dtypes

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import fa2tvm
 from fa2tvm.cli import app
 from fa2tvm.cli.options import problems_of
-from fa2tvm.errors import UnsupportedProblem
+from fa2tvm.errors import InfeasibleSchedule, UnsupportedProblem
 from fa2tvm.workloads import TAGS, named
 
 SMALL = "d64_b1_h2_q64"
@@ -57,6 +57,22 @@ def test_help_is_quick_and_imports_neither_torch_nor_tvm() -> None:
         (("bench", SMALL, "--peer", "nobody"), "nobody"),
         (("bench", SMALL, "--calls"), "choose one"),
         (("bench", "--report", "absent.jsonl"), "absent.jsonl"),
+        (("tune", "nonsense"), "nonsense"),
+        (("tune", SMALL, "--trials", "0"), "trials is 0"),
+        (("tune", SMALL, "--seconds", "nan"), "seconds is nan"),
+        (("tune", SMALL, "--seed", "-1"), "seed is -1"),
+        (("tune", SMALL, "--out", "/proc/nowhere"), "/proc/nowhere"),
+        (("promote", SMALL, "--top", "0"), "top is 0"),
+        (("promote", SMALL, "--rounds", "-1"), "rounds is -1"),
+        (("promote", SMALL, "--logs", "/proc/nowhere"), "/proc/nowhere"),
+        (("export", "nonsense", "--out", "x"), "nonsense"),
+        (("bench", SMALL, "--threads", "0"), "threads is 0"),
+        (("bench", SMALL, "--seconds", "-1"), "seconds is -1"),
+        (("viz", "--block-q", "0"), "block_q is 0"),
+        (("viz", "--out", "/proc/nowhere/page.html"), "/proc/nowhere"),
+        (("report", "tune", "/proc/nowhere"), "no tuning log"),
+        (("report", "bench", "/proc/nowhere"), "no rows"),
+        (("schedules", "--device", "abacus"), "abacus"),
     ],
 )
 def test_errors_are_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
@@ -102,7 +118,7 @@ def test_doctor_names_device_versions_and_fallbacks() -> None:
 
 def test_explain_names_origin_decisions_and_footprint() -> None:
     text = passed("explain", SMALL, "--pass", "forward")
-    for part in ("schedule from", "default", "block_q", "scratch of a task", "GFLOP", "MiB"):
+    for part in ("schedule from", "default", "block_q", "one task", "GFLOP", "MiB"):
         assert part in text
 
 
@@ -155,25 +171,68 @@ def test_bench_writes_rows_table_and_picture(tmp_path: Path) -> None:
     assert picture.exists()
 
 
+def test_a_job_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fa2tvm.tune import job
+
+    class Result:
+        message, folder, stopped = "done", Path("log"), "trials"
+
+        def __init__(self, problem: Any) -> None:
+            self.problem = problem
+
+    def tune(groups: Any, _: Any, finished: Any, **__: Any) -> None:
+        assert [len(group) for group in groups] == [1, 2]
+        finished(0, InfeasibleSchedule("the default schedule failed."))
+        finished(1, [Result(problem) for problem in groups[1]])
+
+    monkeypatch.setattr(job, "tune_beside", tune)
+    result = run("tune", "d64_causal_b1_h2_q64", SMALL, "d64_b1_h2_q96", "--pass", "forward")
+    assert result.exit_code == 2
+    assert "fa2tvm: the default schedule failed." in result.stderr
+    assert result.stdout.count("done") == 2
+
+
+def test_what_jobs_begin_with_is_built_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--only-build` names a GPU that is not here, tunes nothing and says what was refused."""
+    from fa2tvm.schedule import SCHEDULES
+    from fa2tvm.tune import job
+    from fa2tvm.tune.nouns import Failure
+
+    def build(groups: Any, device: Any, seed: int, options: Any, *_: Any) -> dict[Any, Any]:
+        assert (device.slug, seed, options.overlap) == ("nvidia_h200", 3, True)
+        variant = groups[0][0].variant
+        first, second, *_ = SCHEDULES["sm90", "forward"].hand_picked(groups[0][0], device)
+        return {(variant, first): Path("made"), (variant, second): Failure("build", "too wide")}
+
+    monkeypatch.setattr(job, "build_first", build)
+    monkeypatch.setattr(job, "tune_beside", lambda *_, **__: pytest.fail("it tuned"))
+    sizes = ("d64_b1_h2_q64", "--pass", "forward", "--dtype", "bfloat16", "--seed", "3")
+    result = run("tune", *sizes, "--device", "nvidia_h200", "--only-build")
+    assert result.exit_code == 0
+    assert "1 of 2 modules are in the cache" in result.stdout
+    assert "too wide" in result.stderr
+
+
 def test_tune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from fa2tvm.tune import job
 
     asked: dict[str, Any] = {}
 
     class Result:
-        message, folder = "Stopped after 3 trials.", tmp_path
+        message, folder, stopped = "Stopped after 3 trials.", tmp_path, "trials"
+        problem = named(SMALL).problem("backward", "float32")
 
-    def tune(problem: Any, device: Any, **options: Any) -> Result:
-        asked.update(options, problem=problem, device=device)
-        options["progress"](job.Progress("timing", 3, 1, 5, 1500.0, 3000.0, 12.0, 61.0))
-        return Result()
+    def tune(groups: Any, device: Any, finished: Any, **options: Any) -> None:
+        asked.update(options, problems=groups[0], device=device)
+        options["progress"](0, job.Progress("timing", 3, 1, 5, 1500.0, 3000.0, 12.0, 61.0))
+        finished(0, [Result()])
 
-    monkeypatch.setattr(job, "tune", tune)
+    monkeypatch.setattr(job, "tune_beside", tune)
     text = passed(
         "tune", SMALL, "--pass", "backward", "--trials", "5", "--seed", "7", "--fresh",
         "--out", str(tmp_path),
     )  # fmt: skip
-    assert asked["problem"] == named(SMALL).problem("backward", "float32")
+    assert asked["problems"] == [named(SMALL).problem("backward", "float32")]
     assert (asked["trials"], asked["seconds"], asked["seed"]) == (5, None, 7)
     assert asked["resume"] is False
     for part in ("5 trials", "1 failed", "1.5 ms", "2.00 x the default", "12 GFLOP/s", "1:01 left"):

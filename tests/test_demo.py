@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from fa2tvm.bench.rows import read_rows
 from fa2tvm.cli import app
-from fa2tvm.compile import load_pack
+from fa2tvm.pack import load_pack
 
 
 def test_demo(tmp_path: Path) -> None:

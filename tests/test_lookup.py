@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from python_process import PATIENCE_S
 from test_records import a_problem, a_record
 
 from fa2tvm import lookup as lookup_module
@@ -163,7 +164,7 @@ def test_tune_two_sizes_then_restart(store: Store) -> None:
         "for n in (512, 8192, 1024)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     default = CpuForward.default(a_problem().variant, HERE).block_kv
     assert done.stdout.split() == ["32", "256", str(default)]
@@ -188,7 +189,7 @@ def test_lookup_needs_no_tvm() -> None:
         "lookup(Problem(Variant('forward', 'float32', 64, 64), Shape(1, 1, 1, 9, 9)), detect()); "
         "assert not {'tvm', 'tvm_ffi'} & set(sys.modules), 'tvm was imported'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 def test_shipped_root_holds_both_folders() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch
 from python_process import run_python
 
 import fa2tvm
+from fa2tvm import cache, manifest, modules
 from fa2tvm import compile as compiler
 from fa2tvm import device as devices
-from fa2tvm import modules
-from fa2tvm.compile import PackEntry, export_pack, load_pack
+from fa2tvm import pack as pack_module
 from fa2tvm.device import baseline, detect
-from fa2tvm.errors import StaleModule, UnsupportedProblem
+from fa2tvm.errors import StaleModule, StoreUnavailable, UnsupportedProblem
+from fa2tvm.pack import PackEntry, export_pack, load_pack
 from fa2tvm.problem import Problem, Shape, Variant
 from fa2tvm.schedule import schedule_class
 
@@ -51,6 +54,60 @@ def _no_packs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     modules.forget()
 
 
+def test_a_pack_that_is_replaced_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """J02 (triton #11512): the list of one and a module of the other are never taken together."""
+    place = export_pack([entry(FORWARD)], tmp_path / "pack")
+    verify, exports = manifest.verified, iter([[entry(BACKWARD)], [entry(FORWARD)]])
+
+    def replace_first(*arguments: Any, **options: Any) -> Any:
+        for entries in exports:
+            export_pack(entries, place)
+            break
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(pack_module.manifest, "verified", replace_first)
+    (loaded,) = load_pack(place)
+    assert loaded.variant == FORWARD
+    assert list(exports) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems rename twice")
+def test_a_new_pack_leaves_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one is there until the new one is; then nothing of it stays."""
+    place = export_pack([entry(FORWARD)], tmp_path / "pack")
+    monkeypatch.setattr(cache, "discard", lambda _: pytest.fail("the pack was away for a moment"))
+    export_pack([entry(BACKWARD)], place)
+    assert [module.variant for module in load_pack(place)] == [BACKWARD]
+    assert [path.name for path in tmp_path.iterdir()] == ["pack"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_new_pack_where_folders_cannot_change_places(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network's file system; where the second rename fails, the old pack comes back."""
+    place = export_pack([entry(FORWARD)], tmp_path / "pack")
+    monkeypatch.setattr(cache, "_exchange", lambda *_: False)
+    rename = Path.rename
+
+    def rename_or_fail(source: Path, target: Path) -> Path:
+        if fails and source.name.startswith(".making-") and target == place:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", rename_or_fail)
+    if fails:
+        with pytest.raises(StoreUnavailable, match="Input/output error"):
+            export_pack([entry(BACKWARD)], place)
+    else:
+        export_pack([entry(BACKWARD)], place)
+    wanted = FORWARD if fails else BACKWARD
+    assert [module.variant for module in load_pack(place)] == [wanted]
+    assert [path.name for path in tmp_path.iterdir()] == ["pack"]
+
+
 WITHOUT_COMPILER = """
 import sys
 sys.modules["tvm"] = None
@@ -77,7 +134,7 @@ for library in ("libLLVM", "libtvm_compiler", "libtvm_runtime"):
 
 
 def test_a_pack_runs_without_the_compiler(pack: Path, tmp_path: Path) -> None:
-    """BUGS J07, J10, J11: torch, numpy and apache-tvm-ffi are all it takes; PATH has no tools."""
+    """BUGS J07, J10 (FI #1781), J11: torch, numpy and tvm-ffi will do; no tool is on PATH."""
     env = {"FA2TVM_HOME": os.fspath(tmp_path / "empty"), "PATH": os.fspath(tmp_path)}
     run_python(WITHOUT_COMPILER.format(pack=os.fspath(pack)), env=env)
 
@@ -115,7 +172,7 @@ def test_modules_of_most_features_come_first(pack: Path) -> None:
 def test_a_lesser_cpu_takes_the_portable_module(
     pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BUGS J01: what does not fit is passed over where something fits, and named where not."""
+    """BUGS J01 (triton #1323): what does not fit is passed over, and named where nothing fits."""
     if set(detect().features) <= set(PORTABLE.features):
         pytest.skip("this CPU has nothing beyond x86-64-v3")
     monkeypatch.setattr(devices, "cpu_features", lambda: frozenset(PORTABLE.features))
@@ -156,7 +213,7 @@ def test_a_pack_names_nothing_outside(copy: Path, name: str) -> None:
 
 
 def test_damage_is_named(copy: Path) -> None:
-    """BUGS J06."""
+    """BUGS J06 (FI !4490)."""
     listed = json.loads((copy / "pack.json").read_text())["modules"][1]
     manifest = copy / listed["module"] / "manifest.json"
     manifest.write_text(manifest.read_text() + " ")
@@ -185,6 +242,8 @@ def test_destinations(tmp_path: Path) -> None:
     (tmp_path / "full" / "thesis.tex").write_text("")
     with pytest.raises(UnsupportedProblem, match="no pack"):
         export_pack([entry(FORWARD)], tmp_path / "full")
+    with pytest.raises(UnsupportedProblem, match="no pack"):
+        export_pack([entry(FORWARD)], tmp_path / "full" / "thesis.tex")
     with pytest.raises(UnsupportedProblem, match="empty"):
         export_pack([], tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -47,6 +47,13 @@ def test_round_trip() -> None:
     assert again.ratio == 2.0
 
 
+@pytest.mark.parametrize("us", [1e-4, 5e-324, 1e300])
+def test_round_trip_of_any_time(us: float) -> None:
+    """What is written is read again, even a time that rounds to 0."""
+    again = Record.from_line(a_record(us=us).to_line(), "here:1")
+    assert again.us == us
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -60,6 +67,9 @@ def test_round_trip() -> None:
         {"problem": {}},
         {"device": {"slug": "x"}},
         {"decisions": 3},
+        {"versions": [0]},
+        {"device": [7]},
+        {"problem": [1]},
     ],
 )
 def test_damaged_fields_are_refused(damage: dict[str, object]) -> None:

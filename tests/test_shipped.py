@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from python_process import PATIENCE_S
 
 from fa2tvm.device import Device
 from fa2tvm.lookup import shipped_root
@@ -91,8 +92,9 @@ def test_logs_are_small_enough_for_the_wheel() -> None:
 
 
 def test_tuning_beats_the_default_on_three_problems() -> None:
-    """The promise of the tuner, from the committed verdicts: at least 64 trials each."""
-    better = [record for record in RECORDS if record.ratio >= 1.05]
+    """The promise of the tuner on a CPU, from the committed verdicts: at least 64 trials each."""
+    cpu = [record for record in RECORDS if record.device["kind"] == "llvm"]
+    better = [record for record in cpu if record.ratio >= 1.05]
     assert len(better) >= 3
     for record in better:
         trials = TrialLog((LOGS / record.log).parent).load()
@@ -123,7 +125,7 @@ def test_stored_record_builds_the_same_program_in_every_process() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             cwd=Path(__file__).parent,
             env={"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parent}"},
         ).stdout

@@ -101,7 +101,9 @@ def run_reference(setting: Setting, pass_: str) -> tuple[Any, list[dict[str, Any
     )
 
 
-def holds(state: dict[str, Any], event: Event, names: dict[str, str]) -> bool:
+def holds(
+    state: dict[str, Any], event: Event, names: dict[str, str], tolerance: float = 1e-12
+) -> bool:
     """Whether the variables of reference.py are at this event."""
     for key, block in (("i", event.i), ("j", event.j)):
         if block is not None and state.get(key) != block:
@@ -111,7 +113,7 @@ def holds(state: dict[str, Any], event: Event, names: dict[str, str]) -> bool:
         got = event.values[ours]
         if want is None or np.shape(want) != np.shape(got):
             return False
-        if not np.allclose(want, got, rtol=0, atol=1e-12, equal_nan=True):
+        if not np.allclose(want, got, rtol=0, atol=tolerance, equal_nan=True):
             return False
     return True
 

@@ -6,13 +6,15 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 from browser import Browser, browser, why_absent
-from test_viz import SETTINGS, run_reference
+from test_viz import BACKWARD, FORWARD, SETTINGS, holds, run_reference
 
 from fa2tvm.viz.events import Event
 from fa2tvm.viz.render import page, write_page
@@ -74,27 +76,39 @@ def flat(value: Any) -> list[float]:
 
 @needs_browser
 @pytest.mark.parametrize("name", ["example", "tails", "blind rows"])
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_every_step_shows_the_numbers_of_the_trace(
-    quiet: Browser, address: str, name: str, pass_: Any
+@pytest.mark.parametrize(("pass_", "table"), [("forward", FORWARD), ("backward", BACKWARD)])
+def test_every_step_shows_the_numbers_of_reference(
+    quiet: Browser, address: str, name: str, pass_: Any, table: dict[str, dict[str, str]]
 ) -> None:
-    """From the first step to the last; test_viz ties the trace to reference.py."""
+    """From the first step to the last: what is computed is found among reference.py's variables,
+    in its order, and all else that is on show is the trace's, which test_viz ties to reference.py.
+    """
     setting = SETTINGS[name]
     quiet.open(address + fragment(setting, version=2, **{"pass": pass_}))
     events = trace(setting, pass_)
+    _, theirs = run_reference(setting, pass_)
+    place = 0
     for t, (event, state) in enumerate(states(setting, events)):
         where = quiet.run("return document.getElementById('where').textContent")
         assert f"{t + 1}/{len(events)}" in where
         assert f"{event.line}" in where
-        shown = dict(quiet.run(NUMBERS))
+        shown = {
+            matrix: np.array([number(x) for row in rows for x in row])
+            for matrix, rows in quiet.run(NUMBERS)
+        }
         assert set(event.shared) | set(event.registers) <= set(shown)
-        for matrix, rows in shown.items():
-            got = [number(x) for row in rows for x in row]
-            want = flat(state[matrix])
-            assert len(got) == len(want), (t, matrix)
-            for x, y in zip(got, want, strict=True):
-                same = x == y or (math.isnan(x) and math.isnan(y))
-                assert same or abs(x - y) < 1e-6, (t, matrix)
+        for matrix, got in shown.items():
+            want = np.array(flat(state[matrix]))
+            assert got.shape == want.shape, (t, matrix)
+            assert np.allclose(got, want, rtol=0, atol=1e-6, equal_nan=True), (t, matrix)
+        if event.op in table:
+            names = table[event.op]
+            values = {ours: shown[ours].reshape(np.shape(event.values[ours])) for ours in names}
+            on_page = replace(event, values=values)
+            ahead = range(place, len(theirs))
+            hit = next((k for k in ahead if holds(theirs[k], on_page, names, 1e-6)), None)
+            assert hit is not None, f"step {t}: {event.op} is not in reference.py"
+            place = hit
         quiet.press("ArrowRight")
 
 
@@ -247,8 +261,8 @@ def test_it_fits_the_screen(window: Browser, address: str, width: int, scheme: s
     for pass_ in ("forward", "backward"):
         window.open(address + fragment(setting, step=20, lang="en", **{"pass": pass_}))
         assert window.run("return document.documentElement.scrollWidth") <= width
-        assert window.run(UNNAMED) == []
-        assert window.run(CONTRAST) == []
+        assert window.unnamed() == []
+        assert window.faint(*TEXTS) == []
         folder = os.environ.get("FA2TVM_SCREENSHOTS")
         if folder:
             path = Path(folder) / f"viz_{pass_}_{width}_{scheme}.png"
@@ -258,37 +272,11 @@ def test_it_fits_the_screen(window: Browser, address: str, width: int, scheme: s
     assert not window.messages()
 
 
-UNNAMED = """
-return [...document.querySelectorAll('button, input, select, [role=img], [role=group]')]
-  .filter(e => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length))
-  .map(e => e.outerHTML.slice(0, 80))
-"""
-# WCAG's contrast of text on the ground behind it; 3 is for what is large or of no account.
-CONTRAST = """
-const rgb = text => {
-  const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
-  const ink = canvas.getContext('2d');
-  ink.fillStyle = text; ink.fillRect(0, 0, 1, 1);
-  return [...ink.getImageData(0, 0, 1, 1).data];
-};
-const light = c => c.slice(0, 3).map(x => x / 255)
-  .map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
-  .reduce((s, x, k) => s + x * [0.2126, 0.7152, 0.0722][k], 0);
-const ground = e => {
-  const behind = [];
-  for (let p = e; p; p = p.parentElement) behind.push(rgb(getComputedStyle(p).backgroundColor));
-  return behind.reverse().reduce((under, over) =>
-    under.map((x, k) => k < 3 ? x + (over[k] - x) * over[3] / 255 : 255), [255, 255, 255, 255]);
-};
-return ['#say', '.where', '#formula', '.lead', 'h2 span', '.note', '.mat td[data-value]', '.mat th',
-  '.flag', '.segmented button', '#listing li.on', '#listing li', 'figcaption', '#counts th',
-  '#count']
-  .flatMap(selector => [...document.querySelectorAll(selector)].filter(e =>
-    e.innerText?.trim() && !e.closest('.ghost')).map(e => {
-    const [a, b] = [light(rgb(getComputedStyle(e).color)), light(ground(e))];
-    return [selector, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
-  })).filter(([, ratio]) => ratio < 4.5).map(([name, ratio]) => `${name} ${ratio.toFixed(2)}`)
-"""
+TEXTS = (
+    "#say", ".where", "#formula", ".lead", "h2 span", ".note", ".mat td[data-value]", ".mat th",
+    ".flag", ".segmented button", "#listing li.on", "#listing li", "figcaption", "#counts th",
+    "#count",
+)  # fmt: skip
 
 
 def test_one_file_and_no_network() -> None:

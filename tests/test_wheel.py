@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from python_process import PATIENCE_S
 
 import fa2tvm
 
@@ -42,7 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(sdist, wheel); the wheel is built from the sdist, so what the sdist lacks shows."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
@@ -63,7 +64,7 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
         [*pip, *install, str(built[1])],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return scripts
@@ -112,7 +113,7 @@ def test_installed_wheel_runs(installed: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.stdout.strip() == "smoke test passed", done.stderr
 
@@ -124,6 +125,6 @@ def test_installed_command_runs(installed: Path, tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, done.stderr
