@@ -1,9 +1,10 @@
-"""Compile Hopper modules for hopper_forward.py, here, where no GPU and no driver need be.
+"""Compile modules for hopper_forward.py and hopper_backward.py, here, where no GPU need be.
 
     python benchmarks/hopper_build.py DEST      the default schedule of each head dim
     python benchmarks/hopper_build.py DEST 'wide=d=128,causal=True,block_kv=192'
 
-A module is NAME=fields: d, dv, dtype, causal of the variant, else a decision of Sm90Forward.
+A module is NAME=fields: pass_, d, dv, dtype, causal of the variant, pick (which of the hand-picked
+schedules; 0 is the default), else a decision of Sm90Forward or Sm90Backward.
 Writes DEST/NAME.so, .json (variant, schedule, ptxas report), .cubin and .cu.
 """
 
@@ -23,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fa2tvm import compile_cuda
 from fa2tvm.device import nvidia_h200
 from fa2tvm.errors import Fa2tvmError
-from fa2tvm.problem import Variant
-from fa2tvm.schedule import Sm90Forward
+from fa2tvm.problem import Problem, Shape, Variant
+from fa2tvm.schedule import Schedule, schedule_class
 
 DEFAULTS = tuple(
     f"d{d}{'c' if causal else ''}=d={d},causal={causal}"
@@ -33,20 +34,23 @@ DEFAULTS = tuple(
 )
 
 
-def parse(spec: str) -> tuple[str, Variant, Sm90Forward]:
+def parse(spec: str) -> tuple[str, Variant, Schedule]:
     """A module's name, variant and schedule from `NAME=field=value,field=value`."""
     name, _, text = spec.partition("=")
     call = ast.parse(f"f({text})", mode="eval").body
     fields = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
     d = fields.pop("d", 128)
     variant = Variant(
-        "forward",
+        fields.pop("pass_", "forward"),
         fields.pop("dtype", "bfloat16"),
         d,
         fields.pop("dv", d),
         fields.pop("causal", False),
     )
-    return name, variant, dataclasses.replace(Sm90Forward.default(variant, nvidia_h200()), **fields)
+    problem = Problem(variant, Shape(1, 1, 1, 512, 512))
+    family = schedule_class("sm90", variant.pass_)
+    schedule = family.hand_picked(problem, nvidia_h200())[fields.pop("pick", 0)]
+    return name, variant, dataclasses.replace(schedule, **fields)
 
 
 def compile_one(spec: str, dest: Path) -> bool:
@@ -83,8 +87,8 @@ def main() -> int:
     parser.add_argument("dest", type=Path)
     parser.add_argument("specs", nargs="*", default=DEFAULTS)
     args = parser.parse_args()
-    if compile_cuda.needs_driver_stub():
-        environment = compile_cuda.stub_environment(args.dest / "stub")
+    if compile_cuda.needs_stubs():
+        environment = compile_cuda.stub_environment(args.dest / f"stub_{os.getpid()}")
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     refused = [spec for spec in args.specs if not compile_one(spec, args.dest)]
     return 1 if refused else 0
