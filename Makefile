@@ -13,7 +13,7 @@ help:
 	@echo "make lint    check style and types"
 	@echo "make format  apply the style"
 	@echo "make bench   measure the speed table of this machine"
-	@echo "make docs    make the pages of docs/ from the committed logs and rows"
+	@echo "make docs    make the pages and pictures of docs/ from the committed logs and rows"
 	@echo "make wheel   build wheel and sdist into dist/"
 	@echo "make clean   remove $(VENV) and everything built"
 
@@ -41,6 +41,9 @@ bench: $(INSTALLED)
 
 docs: $(INSTALLED)
 	@$(BIN)/fa2tvm viz -o docs/visualizer.html
+	@if command -v chromium >/dev/null; then chromium --headless --no-sandbox --disable-gpu \
+	  --hide-scrollbars --window-size=1280,980 --screenshot=docs/visualizer.png \
+	  "file://$(CURDIR)/docs/visualizer.html#step=12&lang=en"; fi
 	@$(BIN)/fa2tvm report tune tuning_logs -o docs/tuning.html
 	@$(BIN)/fa2tvm report bench benchmarks -o docs/comparison.html
 
