@@ -213,7 +213,9 @@ def measure_cell(
     times = [[] for _ in contenders]
     errors, wrong = [reason for *_, reason in contenders], [None] * len(contenders)
     for turn in range(args.rounds):
-        for n, (_, _, call, _) in enumerate(contenders):
+        # Back and forth: the first of a cell meets a cooler chip than the last.
+        order = list(enumerate(contenders))[:: -1 if turn % 2 else 1]
+        for n, (_, _, call, _) in order:
             if errors[n]:
                 continue
             try:

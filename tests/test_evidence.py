@@ -45,6 +45,20 @@ def test_the_plan_has_every_cell_of_the_issue() -> None:
     assert len(set(wanted)) == len(wanted) >= 6
 
 
+def test_the_backward_has_steps_of_training_and_its_forward() -> None:
+    table, long, late = evidence.phases("backward")
+    assert [phase.what for phase in (table, long, late)] == [
+        "gpu_backward", "sustained_backward", "gpu_backward"
+    ]  # fmt: skip
+    assert {passes for _, _, passes in table.cells} == {("backward", "both")}
+    assert {passes for _, _, passes in long.cells} == {("backward",)}
+    assert len(table.cells) == len(late.cells) == 36
+    assert len(long.cells) == 7
+    wanted = {variant for variant, _ in evidence.programs([table, long, late], nvidia_h200())}
+    assert len({v for v in wanted if v.pass_ == "backward"}) == 6
+    assert len({v for v in wanted if v.pass_ == "forward"}) == 6
+
+
 def test_all_is_measured_once_before_anything_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,8 @@ HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 # What is compiled for each architecture, and what the one with the least room must do besides.
 COMPILED = [(arch, d, d, "bfloat16", True) for arch in SHARED_BYTES for d in (128, 256)]
 COMPILED += [(arch, 64, 64, "bfloat16", True) for arch in ("sm_80", "sm_89", "sm_90")]
+# Another default than the causal one's.
+COMPILED += [(arch, 128, 128, "bfloat16", False) for arch in ("sm_90", "sm_100")]
 COMPILED += [
     (arch, d, dv, dtype, causal)
     for arch in ("sm_89",)

@@ -24,7 +24,7 @@ from fa2tvm.bench.suite import Cell
 from fa2tvm.device import Device
 from fa2tvm.lookup import family_for, lookup
 from fa2tvm.modules import without_compiling
-from fa2tvm.problem import Variant
+from fa2tvm.problem import PASSES, PassName, Variant
 from fa2tvm.records import write_atomically
 from fa2tvm.schedule import Schedule, schedule_class
 from fa2tvm.workloads import tagged
@@ -60,31 +60,40 @@ class Phase:
     repeats: bool = False
 
 
-def phases() -> list[Phase]:
-    """The speed table; back to back at 16384 and with grouped heads; late peers."""
-    burst = tuple(suite.gpu_table(["forward"]))
-    grouped: list[Cell] = [(workload, "bfloat16", ("forward",)) for workload in tagged("gqa")]
-    long = [cell for cell in burst if cell[0].shape.seq_q == _SUSTAINED_SEQ]
+def phases(pass_: PassName = "forward") -> list[Phase]:
+    """The speed table; back to back at 16384 and with grouped heads; late peers.
+
+    The backward's table has whole steps of training in it, forward and backward.
+    """
+    ending = "" if pass_ == "forward" else f"_{pass_}"
+    burst = tuple(suite.gpu_table(["forward"] if pass_ == "forward" else [pass_, "both"]))
+    alone = [*suite.gpu_table([pass_]), *((w, "bfloat16", (pass_,)) for w in tagged("gqa"))]
+    long = tuple(
+        cell for cell in alone if "gqa" in cell[0].tags or cell[0].shape.seq_q == _SUSTAINED_SEQ
+    )
     return [
-        Phase("gpu", burst, PEERS, _BURST, repeats=True),
-        Phase("sustained", (*long, *grouped), SUSTAINED_PEERS, _SUSTAINED),
-        Phase("gpu", burst, LATE_PEERS, _BURST),
+        Phase(f"gpu{ending}", burst, PEERS, _BURST, repeats=True),
+        Phase(f"sustained{ending}", long, SUSTAINED_PEERS, _SUSTAINED),
+        Phase(f"gpu{ending}", burst, LATE_PEERS, _BURST),
     ]
 
 
-def programs(plan: Sequence[Phase], device: Device) -> list[Program]:
-    """What a plan runs of ours: of each problem the schedule in use, and the family's default."""
+def programs(plan: Sequence[Phase], device: Device, calls: bool = False) -> list[Program]:
+    """What a plan runs of ours: of each problem the schedule in use, and the family's default.
+
+    A backward runs after its forward. `calls`: what the cost of a call needs, too.
+    """
+    cells: list[Cell] = [cell for phase in plan for cell in phase.cells]
+    if calls:
+        cells += [(workload, "bfloat16", ("both",)) for workload in tagged("tiny")]
     found: dict[Program, None] = {}
-    for phase in plan:
-        for workload, dtype, passes in phase.cells:
-            for pass_ in passes:
-                if pass_ == "both":
-                    continue
-                problem = workload.problem(pass_, dtype)
-                variant = problem.variant
-                family = schedule_class(family_for(device, variant), variant.pass_)
-                found[variant, lookup(problem, device).schedule] = None
-                found[variant, family.default(variant, device)] = None
+    for workload, dtype, passes in cells:
+        for pass_ in PASSES if set(passes) - {"forward"} else PASSES[:1]:
+            problem = workload.problem(pass_, dtype)
+            variant = problem.variant
+            family = schedule_class(family_for(device, variant), variant.pass_)
+            found[variant, lookup(problem, device).schedule] = None
+            found[variant, family.default(variant, device)] = None
     return list(found)
 
 

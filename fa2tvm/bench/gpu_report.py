@@ -69,7 +69,21 @@ def tables(rows: Sequence[Row]) -> list[str]:
             header += ["W", "MHz"]
         parts.append(table(header, [_line(cell, timed, header) for cell in group_cells]))
         parts += absences(group)
-    return parts + differences(rows)
+    return parts + memory(rows) + differences(rows)
+
+
+def memory(rows: Sequence[Row]) -> list[str]:
+    """What a step of training takes at its peak beyond its inputs, results included, in MB."""
+    steps = [row for row in rows if row["pass"] == "both" and row.get("extra_bytes")]
+    if not steps:
+        return []
+    names = list(dict.fromkeys(row["peer"] for row in steps))
+    lines = []
+    for cell in cells(steps):
+        first = next(iter(cell.values()))
+        sizes = [cell[n]["extra_bytes"] / 1e6 if n in cell else None for n in names]
+        lines.append([first["workload"], *("–" if s is None else f"{s:.0f}" for s in sizes)])
+    return ["#### Peak memory of forward and backward, MB", table(["problem", *names], lines)]
 
 
 def differences(rows: Sequence[Row]) -> list[str]:

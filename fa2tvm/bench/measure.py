@@ -66,6 +66,7 @@ class Entry:
     rel_err: float
     rel_err_plain: float
     estimate_s: float = 0.0
+    extra_bytes: int | None = None
     rounds: int = 0
     samples_s: list[float] = field(default_factory=list)
     readings: dict[str, Any] = field(default_factory=dict)
@@ -135,8 +136,10 @@ def _ready(peer: Peer, case: Case, oracle: Oracle, pass_: Pass) -> Entry:
     with prepared.context():
         try:
             call = prepare_call(prepared, case, pass_)
+            before = _begin_peak() if device == "cuda" else None
             results = call()
             _wait(device)
+            extra_bytes = None if before is None else torch.cuda.max_memory_allocated() - before
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             first_line = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
             raise PeerUnavailable(f"it refuses this problem: {first_line}") from error
@@ -151,7 +154,14 @@ def _ready(peer: Peer, case: Case, oracle: Oracle, pass_: Pass) -> Entry:
             f"its result is wrong: relative error {rel_err:.1e}, over {limit:g} times the "
             f"{plain:.1e} of plain attention."
         )
-    return Entry(peer, prepared, call, rel_err, plain, estimate_s)
+    return Entry(peer, prepared, call, rel_err, plain, estimate_s, extra_bytes)
+
+
+def _begin_peak() -> int:
+    """Bytes that tensors of the current GPU take now, from where a peak is counted."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def _wait(device: str) -> None:
@@ -282,6 +292,7 @@ def _fill(
             "tflops": round(flops / p50 / 1e12, 6),
             "rel_err": entry.rel_err,
             "rel_err_plain": entry.rel_err_plain,
+            "extra_bytes": entry.extra_bytes,
             **(entry.prepared.provenance or {}),
             **entry.readings,
         }

@@ -9,6 +9,7 @@ import typer
 
 from fa2tvm.cli.options import device_named
 from fa2tvm.errors import UnsupportedProblem, require_at_least
+from fa2tvm.problem import PASSES
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +28,9 @@ def evidence(
             help="Only build what the run needs into the cache of FA2TVM_HOME; needs no GPU.",
         ),
     ] = False,
+    pass_: Annotated[
+        str, typer.Option("--pass", help="forward; backward is also with its forward in one call.")
+    ] = "forward",
     seconds: Annotated[float, typer.Option(help="After so long no cell is begun.")] = 130.0,
     fa3: Annotated[
         Path | None,
@@ -52,12 +56,14 @@ def evidence(
         raise UnsupportedProblem(
             f"device is {device!r}, but evidence is of a GPU; say cuda or a GPU's name."
         )
-    plan = evidences.phases()
+    if pass_ not in PASSES:
+        raise UnsupportedProblem(f"pass is {pass_!r}, but it must be one of {', '.join(PASSES)}.")
+    plan = evidences.phases(pass_)
     if build:
         from fa2tvm.tune.job import build_all
         from fa2tvm.tune.nouns import Options
 
-        made = build_all(evidences.programs(plan, target), target, Options.of(target))
+        made = build_all(evidences.programs(plan, target, calls=True), target, Options.of(target))
         refused = [(p, m) for p, m in made.items() if not isinstance(m, Path)]
         for (variant, schedule), failure in refused:
             typer.echo(f"{variant.name} {schedule.to_dict()}: {failure.reason}", err=True)

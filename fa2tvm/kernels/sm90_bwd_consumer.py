@@ -206,14 +206,14 @@ class Consumer:
         T.ptx.wgmma.commit_group.sync.aligned()
 
     @T.inline
-    def issue_dK(self):
-        """dK_j += dS_ij^T Q_i, asynchronously (line 16)."""
+    def issue_dK(self, groups):
+        """dK_j += dS_ij^T Q_i over some of the queries, asynchronously (line 16)."""
         p = T.meta_var(self.p)
         Q_i = T.meta_var(self.Q_rows_descriptor + p.Q_tile.stage_offset(self.Q_ring.stage))
         fence_floats(self.dK_j)
-        fence_groups(self.dS_words, self.groups)
+        fence_groups(self.dS_words, groups)
         T.ptx.wgmma.fence.sync.aligned()
-        gemm_groups(self.dK_j, self.dS_words, Q_i, p.Q_tile, p.dtype, self.groups)
+        gemm_groups(self.dK_j, self.dS_words, Q_i, p.Q_tile, p.dtype, groups)
         T.ptx.wgmma.commit_group.sync.aligned()
 
     @T.inline
@@ -254,8 +254,8 @@ class Consumer:
     def finish_scores(self):
         """P_ij = exp(S_ij - L_i) (line 11) while dP_ij comes in; both are there afterwards.
 
-        In halves: dV_j of the first half of the queries is issued before the exponentials of the
-        second, and the first half's dS_ij is there afterwards too.
+        In halves: dV_j and dK_j of the first half of the queries are issued before the exponentials
+        of the second, which they cover, and have all that they take of the step afterwards.
         """
         p = T.meta_var(self.p)
         self.load_L(self.groups)
@@ -269,6 +269,7 @@ class Consumer:
             T.ptx.wgmma.wait_group.sync.aligned(1)
             fence_floats(self.dP_ij)
             self.make_dS(self.first_groups)
+            self.issue_dK(self.first_groups)
         self.make_P(self.last_groups)
         if p.early_dv:
             pack_groups(self.P_words, self.S_ij, p.dtype, self.last_groups)
@@ -278,6 +279,7 @@ class Consumer:
         T.ptx.wgmma.wait_group.sync.aligned(0)
         if p.halves:
             fence_floats(self.dV_j)
+            fence_floats(self.dK_j)
         else:
             fence_floats(self.dP_ij)
 
@@ -324,6 +326,9 @@ class Consumer:
         self.make_dS(self.last_groups)
         if not p.early_dv:
             pack_groups(self.P_words, self.S_ij, p.dtype, self.groups)
+            self.issue_dV(self.groups)
+        # Before the fence: it takes its operand from registers.
+        self.issue_dK(self.last_groups)
         if p.make_dq:
             # For dS here, and for dQ of the step before.
             T.ptx.fence.proxy.async_.shared__cta()
@@ -331,9 +336,6 @@ class Consumer:
                 T.Cast("uint32", T.bitwise_xor(self.dS_barrier, DS_BARRIER_OTHER)),
                 T.uint32(2 * WARPGROUP),
             )
-        if not p.early_dv:
-            self.issue_dV(self.groups)
-        self.issue_dK()
         if p.bulk_dq and not p.deterministic:
             if self.staged_block >= 0:
                 self.reduce_dQ(self.tile.j)

@@ -159,7 +159,7 @@ class KeysConsumer(WideConsumer):
     def gradients(self, more):
         """Lines 15 and 16 for the dS_ij at hand, and dP of the next step if there are `more`."""
         p = T.meta_var(self.p)
-        self.issue_dK()
+        self.issue_dK(self.groups)
         if p.make_dq:
             self.issue_dQ(0)
         if more:

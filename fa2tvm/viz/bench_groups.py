@@ -15,6 +15,7 @@ SWEEP = "sweep"
 _TABLES = {
     "cpu": "speed table",
     "gpu": "speed table",
+    "gpu_backward": "speed table",
     "scaling": "scaling with length",
     "calls": "cost of a call",
     "ablation_v1_v2": "version 1 against version 2",
