@@ -12,8 +12,8 @@ from fa2tvm.bench.plot import plot
 from fa2tvm.bench.rows import read_rows
 from fa2tvm.cli import app
 from fa2tvm.device import nvidia_h200
-from fa2tvm.problem import Variant
-from fa2tvm.schedule import Sm80Forward
+from fa2tvm.lookup import lookup
+from fa2tvm.problem import Problem, Shape, Variant
 
 ROOT = Path(__file__).resolve().parent.parent
 # What each point changes, beside the block sizes that split keys need.
@@ -46,14 +46,22 @@ SIZES = {
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("point", ablation.POINTS)
 def test_points_change_what_they_say(point: str, d: int) -> None:
-    variant, device = Variant("forward", "bfloat16", d, d), nvidia_h200()
-    schedule = ablation.schedule_of(point, variant, device)
-    assert schedule.reasons(variant, device) == []
-    v2 = Sm80Forward.default(variant, device).to_dict()
+    device = nvidia_h200()
+    problem = Problem(Variant("forward", "bfloat16", d, d), Shape(1, 16, 16, 16384, 16384))
+    schedule = ablation.schedule_of(point, problem, device)
+    assert schedule.reasons(problem.variant, device) == []
+    v2 = lookup(problem, device, family="sm80").schedule.to_dict()
     changed = {name for name, value in schedule.to_dict().items() if value != v2[name]}
     assert changed - SIZES == CHANGED[point]
     if "split_keys" not in changed:
         assert changed.isdisjoint(SIZES)
+
+
+def test_each_point_of_each_length_is_built_once() -> None:
+    programs = ablation.programs(nvidia_h200())
+    assert len(programs) == len(set(programs))
+    assert {variant.head_dim_qk for variant, _ in programs} == {64, 128}
+    assert len(programs) >= 2 * len(ablation.POINTS)
 
 
 def test_cells_are_dense_and_of_the_three_lengths() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from fa2tvm.bench.peers import PEERS, Peer, Prepare, Prepared, device_of
 from fa2tvm.bench.suite import Cell
 from fa2tvm.device import Device
 from fa2tvm.errors import PeerUnavailable, UnsupportedProblem
+from fa2tvm.lookup import lookup
 from fa2tvm.problem import Problem, Variant
 from fa2tvm.schedule import Sm80Forward
 from fa2tvm.workloads import tagged
@@ -59,15 +60,26 @@ def cells() -> list[Cell]:
     ]
 
 
-def schedule_of(point: str, variant: Variant, device: Device) -> Sm80Forward:
-    """The schedule of a point, as good as that point allows.
+def programs(device: Device) -> list[tuple[Variant, Sm80Forward]]:
+    """Everything that the points of all cells run."""
+    found: dict[tuple[Variant, Sm80Forward], None] = {}
+    for workload, dtype, _ in cells():
+        problem = workload.problem("forward", dtype)
+        for point in POINTS:
+            found[problem.variant, schedule_of(point, problem, device)] = None
+    return list(found)
+
+
+def schedule_of(point: str, problem: Problem, device: Device) -> Sm80Forward:
+    """The schedule of a point, as good as that point allows: v2's, tuned where it is, but for it.
 
     Raises
     ------
     PeerUnavailable
         Where no block sizes of it fit the device.
     """
-    v2 = Sm80Forward.default(variant, device)
+    variant = problem.variant
+    v2 = cast(Sm80Forward, lookup(problem, device, family=Sm80Forward.family).schedule)
     plain: dict[str, Any] = {"trust_maximum": False, "lazy_rescale": 0}
     if point in ("v1", "split-K"):
         others: dict[str, Any] = {
@@ -111,7 +123,7 @@ def _prepare(point: str) -> Prepare:
         from fa2tvm import compile as modules
 
         here = device_of(device)
-        schedule = schedule_of(point, problem.variant, here)
+        schedule = schedule_of(point, problem, here)
         module = modules.load(modules.build(problem.variant, schedule, here))
         scale = 1 / math.sqrt(problem.variant.head_dim_qk)
 

@@ -130,6 +130,11 @@ def bench(
     elif calls:
         rows = suite.calls(run, seed, kind)
     elif ablation is not None:
+        from fa2tvm.tune.job import build_all
+        from fa2tvm.tune.nouns import Options
+
+        # On all cores; one after the other they would take minutes.
+        build_all(ablations.programs(target), target, Options.of(target))
         rows = suite.speed(ablations.cells(), ablations.COMPARED, policy, what, run, seed, kind)
     else:
         cells = suite.cells_of(problems)
