@@ -21,6 +21,7 @@ _TABLES = {
     "ablation_v1_v2": "version 1 against version 2",
     "forward": "kernels alone",
     "backward": "kernels alone",
+    "backward_deterministic": "kernels alone",
     "ampere_forward": "kernels alone",
     "ampere_backward": "kernels alone",
     "problems": "chosen problems",
