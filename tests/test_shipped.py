@@ -15,6 +15,7 @@ from fa2tvm.device import Device
 from fa2tvm.lookup import shipped_root
 from fa2tvm.records import Record, problem_from_dict, program_version, read_records
 from fa2tvm.tune.database import JOB, TRIALS, Trial, TrialLog
+from fa2tvm.tune.job import log_folder
 
 SCHEDULES = shipped_root() / "schedules"
 LOGS = shipped_root() / "tuning_logs"
@@ -81,7 +82,7 @@ def test_log(folder: Path) -> None:
         trials = TrialLog(folder).load()
     job = json.loads((folder / JOB).read_text())
     problem = problem_from_dict(job["problem"])
-    assert folder == LOGS / job["device"]["slug"] / problem.variant.pass_ / problem.name
+    assert folder == log_folder(LOGS, problem, device_of(folder), job["family"])
     assert {trial.problem for trial in trials} == {problem.name}
     assert [trial.trial for trial in trials] == sorted(trial.trial for trial in trials)
     assert all(run["versions"] and "seed" in run for run in job["runs"])
