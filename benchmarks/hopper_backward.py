@@ -39,8 +39,8 @@ from fa2tvm.schedule import Sm90Backward
 SPIN_CYCLES = 400_000
 # What to build: default (the first hand-picked schedule) and candidates; sm90_bwd.md says why.
 CANDIDATES = {
-    64: ("", "early_dv=False,halves=False", "block_q=112", "deterministic=True"),
-    128: ("", "halves=False", "bulk_dq=False", "deterministic=True"),
+    64: ("", "early_dv=False,halves=False,early_dk=False", "block_q=112", "deterministic=True"),
+    128: ("", "early_dk=False", "bulk_dq=False", "deterministic=True"),
     256: ("", "block_kv=64,do_stages=2", "deterministic=True"),
 }
 

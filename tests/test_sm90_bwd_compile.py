@@ -28,9 +28,10 @@ SPECS = {
     "d256c": "d=256,causal=True",
     "padded": "d=80,causal=True",
     "mixed": "d=192,dv=128",
-    "registers": "d=64,bulk_dq=False",
+    "registers": "d=64,bulk_dq=False,early_dk=False",
     "ordered": "d=64,causal=True,deterministic=True",
     "late": "d=64,causal=True,early_dv=False,halves=False",
+    "halves": "d=128,early_dk=False",
     "roles": "d=256,causal=True,block_kv=64,do_stages=2",
 }
 

@@ -43,6 +43,7 @@ def plan(variant, schedule, device, make_dq=True):
     by_columns = d % (64 * CONSUMER_WARPGROUPS) == 0
     _, dq_floats = schedule.floats_per_block(variant)
     decisions = schedule.to_dict()
+    decisions["early_dk"] = schedule.early_dk and not schedule.deterministic
     if not make_dq:
         decisions |= {"bulk_dq": False, "deterministic": False}
     return SimpleNamespace(

@@ -55,6 +55,8 @@ class Consumer:
         self.groups = range(count)
         self.first_groups = range((count + 1) // 2 if p.halves else 0)
         self.last_groups = range(len(self.first_groups), count)
+        # Those whose dK waits for the last dS.
+        self.late_groups = self.last_groups if p.early_dk else self.groups
         self.Q_ring = shared.Q_ring.consumer()
         self.dO_ring = shared.dO_ring.consumer()
         self.K_ring = shared.K_ring.consumer()
@@ -254,8 +256,8 @@ class Consumer:
     def finish_scores(self):
         """P_ij = exp(S_ij - L_i) (line 11) while dP_ij comes in; both are there afterwards.
 
-        In halves: dV_j and dK_j of the first half of the queries are issued before the exponentials
-        of the second, which they cover, and have all that they take of the step afterwards.
+        In halves: dV_j (with `early_dk` dK_j too) of the first half of the queries is issued before
+        the exponentials of the second, which it covers; it is there afterwards.
         """
         p = T.meta_var(self.p)
         self.load_L(self.groups)
@@ -269,7 +271,8 @@ class Consumer:
             T.ptx.wgmma.wait_group.sync.aligned(1)
             fence_floats(self.dP_ij)
             self.make_dS(self.first_groups)
-            self.issue_dK(self.first_groups)
+            if p.early_dk:
+                self.issue_dK(self.first_groups)
         self.make_P(self.last_groups)
         if p.early_dv:
             pack_groups(self.P_words, self.S_ij, p.dtype, self.last_groups)
@@ -279,7 +282,8 @@ class Consumer:
         T.ptx.wgmma.wait_group.sync.aligned(0)
         if p.halves:
             fence_floats(self.dV_j)
-            fence_floats(self.dK_j)
+            if p.early_dk:
+                fence_floats(self.dK_j)
         else:
             fence_floats(self.dP_ij)
 
@@ -328,7 +332,7 @@ class Consumer:
             pack_groups(self.P_words, self.S_ij, p.dtype, self.groups)
             self.issue_dV(self.groups)
         # Before the fence: it takes its operand from registers.
-        self.issue_dK(self.last_groups)
+        self.issue_dK(self.late_groups)
         if p.make_dq:
             # For dS here, and for dQ of the step before.
             T.ptx.fence.proxy.async_.shared__cta()

@@ -49,6 +49,8 @@ class Sm90Backward(Schedule):
     halves
         The first half of a step's queries goes ahead: its dV is issued, and its dS computed, before
         and under the exponentials of the second half.
+    early_dk
+        With `halves`: its dK is issued then, too. Not if `deterministic`: it spills there.
     bulk_dq
         dQ reaches global memory through shared memory and the bulk copy engine, not by reductions
         from registers.
@@ -72,6 +74,7 @@ class Sm90Backward(Schedule):
     ds_stages: int = 2
     early_dv: bool = True
     halves: bool = False
+    early_dk: bool = False
     bulk_dq: bool = True
     persistent: bool = True
     head_group_mib: int = 0
@@ -98,9 +101,12 @@ class Sm90Backward(Schedule):
     def _hand_picked(cls, variant: Variant, device: Device) -> tuple[Sm90Backward, ...]:
         wide = max(variant.head_dim_qk, variant.head_dim_v)
         if wide <= 64:
-            picked = [cls(128, halves=True), cls(128, early_dv=False), cls(96, halves=True)]
+            # Causal it spills 36 bytes in the step, and gains nothing.
+            halves = cls(128, halves=True, early_dk=not variant.causal)
+            picked = [halves, cls(128, early_dv=False), cls(96, halves=True)]
         elif wide <= 128:
-            picked = [cls(64, halves=True), cls(64), cls(64, halves=True, bulk_dq=False)]
+            halves = cls(64, halves=True, early_dk=True)
+            picked = [halves, replace(halves, early_dk=False), replace(halves, bulk_dq=False)]
         else:
             roles = cls(64, 64, ds_stages=1, early_dv=False, bulk_dq=False)
             picked = [
@@ -131,6 +137,7 @@ class Sm90Backward(Schedule):
                 "ds_stages": (1,),
                 "early_dv": (False,),
                 "halves": (False,),
+                "early_dk": (False,),
                 "bulk_dq": (False,),
                 **walks,
             }
@@ -143,6 +150,7 @@ class Sm90Backward(Schedule):
             "ds_stages": (2,),
             "early_dv": (False, True),
             "halves": (False, True),
+            "early_dk": (False, True),
             "bulk_dq": (False, True),
             **walks,
         }
@@ -216,6 +224,8 @@ class Sm90Backward(Schedule):
                 reasons.append(f"{name} is {getattr(self, name)}, but it must be at least 1.")
         if self.halves and not self.early_dv:
             reasons.append("halves is True, but then early_dv must be True.")
+        if self.early_dk and not self.halves:
+            reasons.append("early_dk is True, but then halves must be True.")
         if self.block_kv != 128 and (self.bulk_dq or self.ds_stages > 1 or self.early_dv):
             reasons.append(
                 f"block_kv is {self.block_kv}, where bulk_dq and early_dv must be False and "
