@@ -119,7 +119,9 @@ class Sm80Forward(Schedule):
         # The most keys that spill on no architecture; 64 keys and 100 bytes of spills are 4 to 8 %
         # faster at 128 columns (H200, 2026-11-30), which is for the tuner to find.
         keys = 64 if wide <= 64 else 48 if wide <= 96 else 32
-        narrow = cls(128, keys, 4, 4, 2, q_in_registers=wide <= 64)
+        # For sm_100 ptxas 13.0 spills 104 bytes of 128 columns that are not causal with four slots.
+        stages = 3 if device.arch.startswith("sm_10") and wide > 96 else 4
+        narrow = cls(128, keys, 4, stages, 2, q_in_registers=wide <= 64)
         # For sm_120 ptxas 13.0 spills 24 bytes of 128 columns, for no other architecture.
         most = 96 if device.arch.startswith("sm_12") else 128
         candidates = [narrow, replace(narrow, stages=2)] if wide <= most else []
