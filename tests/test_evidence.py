@@ -90,8 +90,8 @@ def test_all_is_measured_once_before_anything_is_repeated(
     run = Evidence(plan, {"commit": "x"}, 100.0, tmp_path, kind="cpu")
     run.measure()
     first, second = (workload.name for workload, _, _ in TINY)
-    assert asked[:3] == [(first, 0), (second, 0), (first, 0)]
-    assert asked[3:] == [("calls", 0), (first, 1), (second, 2), (first, 3)]
+    assert asked[:4] == [("calls", 0), (first, 0), (second, 0), (first, 0)]
+    assert asked[4:] == [(first, 1), (second, 2), (first, 3)]
     assert on_disk == [0, 2, 4, 5, 5, 5]
     assert kept_rows(tmp_path, "a") == [(w, p) for w in (first, second) for p in peers]
     counts = {row["workload"]: row["samples"] for row in read_rows(tmp_path / "a.jsonl")}
@@ -102,7 +102,7 @@ def test_all_is_measured_once_before_anything_is_repeated(
 def test_what_no_time_is_left_for_is_named(tmp_path: Path) -> None:
     run = Evidence([Phase("a", TINY, ("sdpa-flash",), SOON)], {}, 0.0, tmp_path, kind="cpu")
     run.measure()
-    assert run.left_out == ["a d64_b1_h2_q64", "a d64_b1_h1_q80", "calls", "checks"]
+    assert run.left_out == ["calls", "a d64_b1_h2_q64", "a d64_b1_h1_q80", "checks"]
     assert list(tmp_path.iterdir()) == []
 
 
