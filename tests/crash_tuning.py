@@ -7,7 +7,8 @@ processes) in a fork of this process, which has imported the tuner already. The 
 SIGKILL at a random moment: while it starts, builds, checks, times or writes. Afterwards the store
 must load without a warning and hold every trial that the job had reported as finished; what it
 held before must be its beginning, byte by byte, and no worker may live. One line of JSON sums up,
-also where a job ends by itself: then it says why, and nothing more is killed.
+also where a job ends by itself: then it says why, and nothing more is killed. The problem has some
+sixty feasible schedules, so a new store is begun before they are used up.
 `--signal INT` sends what Ctrl-C sends instead.
 """
 
@@ -39,6 +40,7 @@ from fa2tvm.tune.space import import_meta_schedule
 # A worker that is not gone after this time is an orphan.
 ORPHAN_S = 10.0
 ENDED = "ended.txt"
+KILLS_A_STORE = 25
 PROBLEM = Problem(Variant("forward", "float32", 8, 8, True), Shape(1, 2, 1, 256, 256))
 # A machine with many times more work than cores is slow, and nothing hangs.
 OPTIONS = Options(batch=2, rounds=1, builders=1, build_timeout_s=600.0, run_timeout_s=600.0)
@@ -51,7 +53,7 @@ class Outcome:
     Attributes
     ----------
     trials, reported
-        Finished trials in the store, and those that the killed jobs had reported.
+        Finished trials that came into the stores, and those that the killed jobs had reported.
     lost
         Reported trials that the store lacks, and earlier ones that changed.
     orphans
@@ -75,12 +77,13 @@ class Outcome:
     ended: str | None = None
 
 
-def crash(kills: int, folder: Path, seed: int, how: signal.Signals = signal.SIGKILL) -> Outcome:
-    """Run the cycles in a folder, which may hold an earlier run's store."""
+def crash(kills: int, root: Path, seed: int, how: signal.Signals = signal.SIGKILL) -> Outcome:
+    """Run the cycles in a folder, which may hold an earlier run's stores."""
     outcome, rng = Outcome(), random.Random(seed)
-    scratch = folder / "tmp"
-    scratch.mkdir(parents=True, exist_ok=True)
     while outcome.kills < kills:
+        folder = root / f"store{outcome.kills // KILLS_A_STORE}"
+        scratch = folder / "tmp"
+        scratch.mkdir(parents=True, exist_ok=True)
         before = _bytes_of(folder)
         (folder / ENDED).unlink(missing_ok=True)
         with _job(folder, scratch, rng.randrange(1 << 16)) as (pid, said):
@@ -178,7 +181,7 @@ def _look(outcome: Outcome, folder: Path, before: bytes, reported: int) -> None:
     outcome.unclean += bool(caught)
     outcome.lost += max(0, n_before + reported - len(trials))
     outcome.lost += [trial.trial for trial in trials] != list(range(len(trials)))
-    outcome.trials = len(trials)
+    outcome.trials += len(trials) - n_before
     outcome.reported += reported
 
 
@@ -201,7 +204,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     options.add_argument("--kills", type=int, default=100)
     options.add_argument("--seed", type=int, default=random.randrange(1 << 31))
-    options.add_argument("--folder", type=Path, help="continue a store (default: a new one)")
+    options.add_argument("--folder", type=Path, help="continue its stores (default: a new one)")
     options.add_argument("--signal", choices=("KILL", "INT"), default="KILL")
     asked = options.parse_args()
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="fa2tvm-crash-"))

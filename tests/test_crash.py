@@ -56,7 +56,7 @@ def test_a_job_that_ends_by_itself_says_why(
 
     endings = [(lambda *_: "all is tried", "exit code 1: all is tried"), (fail, "OSError: no room")]
     for ending, reason in [*endings, (die, "exit code -11: it said nothing")]:
-        (tmp_path / crash_tuning.ENDED).unlink(missing_ok=True)
+        (tmp_path / "store0" / crash_tuning.ENDED).unlink(missing_ok=True)
         monkeypatch.setattr(crash_tuning, "_tune", ending)
         outcome = crash_tuning.crash(1, tmp_path, seed=1)
         assert outcome.kills == 0
