@@ -159,6 +159,7 @@ def test_choices_hold_the_hand_picked() -> None:
         ({"halves": True, "early_dv": False}, "early_dv"),
         ({"block_kv": 64}, "bulk_dq"),
         ({"q_stages": 0}, "at least 1"),
+        ({"block_kv": 64, "q_stages": 1}, "at least 2"),
         ({"ds_stages": 1}, "takes 2"),
     ],
     ids=str,

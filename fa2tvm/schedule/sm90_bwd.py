@@ -234,6 +234,9 @@ class Sm90Backward(Schedule):
         if self.block_kv == 128 and self.ds_stages != 2:
             # The other warpgroup may still read dS of the step before.
             reasons.append(f"ds_stages is {self.ds_stages}, but block_kv 128 takes 2.")
+        if self.block_kv == 64 and self.q_stages < 2:
+            # S of the next step is issued while dK of this one reads its Q: both would wait.
+            reasons.append(f"q_stages is {self.q_stages}, but block_kv 64 takes at least 2.")
         if reasons:
             return reasons
         footprint = self.footprint(variant, device)
