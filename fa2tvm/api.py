@@ -115,7 +115,7 @@ def attention(
         ):
             found = cuda_direct.attention(q, k, v, softmax_scale, causal, alignment, return_lse)
         else:
-            found = direct.attention(q, k, v, softmax_scale, causal, alignment)
+            found = direct.attention(q, k, v, softmax_scale, causal, alignment, return_lse)
     if found is None:
         found = _through_operator(q, k, v, softmax_scale, causal, alignment)
     return found if return_lse else found[0]

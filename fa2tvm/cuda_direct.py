@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 _C: Any = torch._C
 _any_autocast = _C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
-_transform, _tracer = _C._functorch.peek_interpreter_stack, _C._get_tracing_state
+_transforms, _tracer = _C._are_functorch_transforms_active, _C._get_tracing_state
 _current_device: Any = getattr(_C, "_cuda_getDevice", None)
 # Whether the tensors' GPU may be another than the current one; None until a GPU is used.
 several_gpus: bool | None = None
@@ -58,7 +58,7 @@ def attention(
         _any_autocast()
         or _dispatch_modes()
         or _function_modes()
-        or _transform() is not None
+        or _transforms()
         or _tracer() is not None
         or (several_gpus and _current_device() != index)
         # What a kernel cannot read as it is. Contiguous strides are multiples of the head dim,

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 _C = torch._C
 _any_autocast = _C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
-_transform, _tracer = _C._functorch.peek_interpreter_stack, _C._get_tracing_state
+_transforms, _tracer = _C._are_functorch_transforms_active, _C._get_tracing_state
 
 
 def attention(
@@ -29,8 +29,14 @@ def attention(
     softmax_scale: float | None,
     causal: bool,
     alignment: Alignment,
-) -> tuple[Tensor, Tensor] | None:
+    keep_lse: bool = True,
+) -> tuple[Tensor, Any] | None:
     """O and LSE as the operator gives them, or None where the operator is needed.
+
+    Parameters
+    ----------
+    keep_lse
+        False where nobody reads the LSE: then it may be None.
 
     Raises
     ------
@@ -41,61 +47,84 @@ def attention(
     if not _nobody_looks() or not (on_gpu or (_is_plain(q) and _is_plain(k) and _is_plain(v))):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        apply: Any = _Plain.apply
-        result: tuple[Tensor, Tensor] = apply(q, k, v, softmax_scale, causal, alignment)
-        return result
+        function: Any = _OutAndLse if keep_lse else _Out
+        found = function.apply(q, k, v, (softmax_scale, causal, alignment))
+        return found if keep_lse else (found, None)
     if on_gpu:
         return cuda_direct.attention(q, k, v, softmax_scale, causal, alignment)
     return _run(q, k, v, softmax_scale, causal, alignment)
 
 
-class _Plain(torch.autograd.Function):
-    """Plain tensors with gradients. A `setup_context` would cost each call 40 us, hence none."""
+class _OutAndLse(torch.autograd.Function):
+    """Plain tensors with gradients.
+
+    A `setup_context` would cost each call 40 us, hence none. An argument and a result more cost 1
+    us and 4 us (Zen 4), hence the options are one argument, and there is `_Out`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softmax_scale: float | None,
-        causal: bool,
-        alignment: Alignment,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        options = (softmax_scale, causal, alignment)
-        if q.is_cuda:
-            output = cuda_direct.attention(q, k, v, *options)
-        else:
-            output = _run(q.detach(), k.detach(), v.detach(), *options)
-        output = output or torch_op.attention(q, k, v, *options)
-        torch_op.save(ctx, (q, k, v, *options), output)
-        return output
+        ctx.set_materialize_grads(False)
+        return _forward(ctx, q, k, v, options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse = saved = ctx.saved_tensors
-        where = q.device
-        plain = all(type(x) is Tensor and x.device == where for x in (dout, dlse) if x is not None)
-        if (
-            torch.is_grad_enabled()
-            or not plain
-            or not _nobody_looks()
-            or (q.is_cuda and torch_op.is_deterministic())
-        ):
-            return torch_op.gradients(ctx, saved, dout, dlse)
-        needs = ctx.needs_input_grad[:3]
-        softmax_scale, causal, alignment = ctx.options
-        if dout is not None and dlse is None and q.is_cuda:
-            options = softmax_scale, causal, alignment, needs
-            found = cuda_direct.backward(q, k, v, out, lse, dout, *options)
-            if found is not None:
-                return (*found, None, None, None)
-        key = ("backward", q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, alignment)
-        module, scale, causal_offset = prepared.get(key) or _prepare_backward(key, q, k, v)
-        if softmax_scale is not None:
-            scale = float(softmax_scale)
-        grads = launch.backward(module, q, k, v, out, lse, dout, dlse, scale, causal_offset, needs)
-        return (*grads, None, None, None)
+        return _gradients(ctx, dout, dlse)
+
+
+class _Out(torch.autograd.Function):
+    """As `_OutAndLse`, where nobody reads the LSE."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Tensor:
+        return _forward(ctx, q, k, v, options)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        return _gradients(ctx, dout, None)
+
+
+def _forward(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """O and LSE, and what the backward needs, under the eyes of the version counter."""
+    if q.is_cuda:
+        output = cuda_direct.attention(q, k, v, *options)
+    else:
+        output = _run(q.detach(), k.detach(), v.detach(), *options)
+    output = output or torch_op.attention(q, k, v, *options)
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.options = options
+    return output
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """Gradients of q, k and v, each where it is needed, and None for the options."""
+    q, k, v, out, lse = saved = ctx.saved_tensors
+    where = q.device
+    plain = all(type(x) is Tensor and x.device == where for x in (dout, dlse) if x is not None)
+    if (
+        torch.is_grad_enabled()
+        or not plain
+        or not _nobody_looks()
+        or (q.is_cuda and torch_op.is_deterministic())
+    ):
+        return (*torch_op.gradients(ctx, saved, dout, dlse)[:3], None)
+    needs = ctx.needs_input_grad[:3]
+    softmax_scale, causal, alignment = ctx.options
+    if dout is not None and dlse is None and q.is_cuda:
+        options = softmax_scale, causal, alignment, needs
+        found = cuda_direct.backward(q, k, v, out, lse, dout, *options)
+        if found is not None:
+            return (*found, None)
+    key = ("backward", q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, alignment)
+    module, scale, causal_offset = prepared.get(key) or _prepare_backward(key, q, k, v)
+    if softmax_scale is not None:
+        scale = float(softmax_scale)
+    grads = launch.backward(module, q, k, v, out, lse, dout, dlse, scale, causal_offset, needs)
+    return (*grads, None)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -115,7 +144,7 @@ def _nobody_looks() -> bool:
         _any_autocast()
         or _dispatch_modes()
         or _function_modes()
-        or _transform() is not None
+        or _transforms()
         or _tracer() is not None
     )
 

@@ -439,9 +439,9 @@ def test_a_remembered_forward_is_not_taken_for_a_backward(
     context = SimpleNamespace(
         saved_tensors=(q, k, v, out, lse),
         options=(None, True, "bottom_right"),
-        needs_input_grad=(True, True, True, False, False, False),
+        needs_input_grad=(True, True, True, False),
     )
     with torch.no_grad():
-        direct._Plain.backward(context, torch.ones_like(out), None)
+        direct._OutAndLse.backward(context, torch.ones_like(out), None)
     assert given[0] is recorders["backward"]
     assert given[8:] == [0.125, 20, (True, True, True)]
