@@ -34,20 +34,27 @@ return [...document.querySelectorAll(
   .map(e => e.outerHTML.slice(0, 80))
 """
 _FAINT = """
+const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
+const ink = canvas.getContext('2d', {willReadFrequently: true}), seen = new Map();
 const rgb = text => {
-  const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
-  const ink = canvas.getContext('2d');
-  ink.fillStyle = text; ink.fillRect(0, 0, 1, 1);
-  return [...ink.getImageData(0, 0, 1, 1).data];
+  if (!seen.has(text)) {
+    ink.clearRect(0, 0, 1, 1); ink.fillStyle = text; ink.fillRect(0, 0, 1, 1);
+    seen.set(text, [...ink.getImageData(0, 0, 1, 1).data]);
+  }
+  return seen.get(text);
 };
 const light = c => c.slice(0, 3).map(x => x / 255)
   .map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
   .reduce((s, x, k) => s + x * [0.2126, 0.7152, 0.0722][k], 0);
+const grounds = new Map();
 const ground = e => {
-  const behind = [];
-  for (let p = e; p; p = p.parentElement) behind.push(rgb(getComputedStyle(p).backgroundColor));
-  return behind.reverse().reduce((under, over) =>
-    under.map((x, k) => k < 3 ? x + (over[k] - x) * over[3] / 255 : 255), [255, 255, 255, 255]);
+  if (!e) return [255, 255, 255, 255];
+  if (!grounds.has(e)) {
+    const over = rgb(getComputedStyle(e).backgroundColor);
+    grounds.set(e, ground(e.parentElement).map(
+      (x, k) => k < 3 ? x + (over[k] - x) * over[3] / 255 : 255));
+  }
+  return grounds.get(e);
 };
 return arguments[0].flatMap(selector => [...document.querySelectorAll(selector)].filter(e =>
     e.innerText?.trim() && !e.closest('.ghost')).map(e => {

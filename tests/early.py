@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import pytest
 from fa2tvm.device import usable_cores
 
 LOWEST = 19
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "hopper_build.py"
+HOPPER = Path(__file__).resolve().parent.parent / "benchmarks" / "hopper_build.py"
 
 
 def parameters(items: list[pytest.Item], test: str) -> list[dict[str, object]]:
@@ -30,18 +30,17 @@ def parameters(items: list[pytest.Item], test: str) -> list[dict[str, object]]:
     ]
 
 
-class HopperBuild:
-    """Modules of hopper_build.py: NAME -> fields, compiled by as many processes as cores."""
+class EarlyBuild:
+    """What a script compiles, by as many processes as cores: SCRIPT FOLDER TEXT ..."""
 
-    def __init__(self, folder: Path, specs: Mapping[str, str]) -> None:
-        self._folder = folder
-        texts = [f"{name}={spec}" for name, spec in specs.items()]
+    def __init__(self, folder: Path, script: Path, texts: Sequence[str]) -> None:
+        self._folder, self._script = folder, script
         builders = min(usable_cores(), 8, len(texts))
         self._running = [self._start(n, texts[n::builders]) for n in range(builders)]
 
-    def _start(self, n: int, texts: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, n: int, texts: Sequence[str]) -> subprocess.Popen[bytes]:
         nice = ["nice", "-n", str(LOWEST)] if shutil.which("nice") else []
-        command = [*nice, sys.executable, str(SCRIPT), str(self._folder), *texts]
+        command = [*nice, sys.executable, str(self._script), str(self._folder), *texts]
         with (self._folder / f"{n}.log").open("wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -57,3 +56,8 @@ class HopperBuild:
         for process in self._running:
             process.kill()
             process.wait()
+
+
+def hopper_build(folder: Path, specs: Mapping[str, str]) -> EarlyBuild:
+    """Modules of hopper_build.py: NAME -> fields."""
+    return EarlyBuild(folder, HOPPER, [f"{name}={spec}" for name, spec in specs.items()])

@@ -201,6 +201,7 @@ def test_memory_of_a_call_is_seen() -> None:
 def test_calls_cost_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_ROUNDS", 2)
     monkeypatch.setattr(calls, "_CALLS", 3)
+    monkeypatch.setattr(calls, "_WARM_UP_S", 0.0)
     rows = list(calls.measure_calls(named("d64_b1_h1_q16_k16")))
     assert [(row["peer"], row["pass"]) for row in rows] == [
         ("fa2tvm", "forward"),
@@ -217,9 +218,10 @@ def test_a_peer_is_not_charged_for_the_idle_threads_of_another(
     """Threads that a round leaves spinning are asleep, and its own awake, when a round is timed."""
     events: list[str] = []
     monkeypatch.setattr(calls, "_ROUNDS", 2)
+    monkeypatch.setattr(calls, "_WARM_UP_S", 0.0)
     monkeypatch.setattr(calls.time, "sleep", lambda _: events.append("pause"))
     loops = {name: lambda n, name=name: events.append(f"{name} {n}") for name in "ab"}
-    calls._interleave(loops, lambda: events.append("settle"))
+    calls.interleave(loops, lambda: events.append("settle"))
     few, many = calls._WAKE_UP, calls._CALLS
     assert events[2:] == [
         event for x in "baab" for event in ("settle", "pause", f"{x} {few}", f"{x} {many}")
@@ -235,6 +237,7 @@ def test_a_call_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fa2tvm, "attention", refuse)
     monkeypatch.setattr(calls, "_ROUNDS", 1)
     monkeypatch.setattr(calls, "_CALLS", 2)
+    monkeypatch.setattr(calls, "_WARM_UP_S", 0.0)
     rows = list(calls.measure_calls(named("d64_b1_h1_q16_k16")))
     assert [(row["peer"], row["error"]) for row in rows[:2]] == [
         ("fa2tvm", "there is no compiler."),

@@ -6,34 +6,22 @@ instructions in the machine code.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import multiprocessing
+import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from early import EarlyBuild, parameters
+from sm80_build import SHARED_BYTES, device, name_of, spec_of
 
-from fa2tvm import compile_cuda
-from fa2tvm.device import Device, nvidia_h200, usable_cores
 from fa2tvm.problem import PASSES, DType, PassName, Problem, Shape, Variant
 from fa2tvm.schedule import SM80_MAX_HEAD_DIM, Sm80Backward, Sm80Forward, schedule_class
 
-# Shared memory that one thread block may use. Source: CUDA programming guide, compute capabilities.
-SHARED_BYTES = {
-    "sm_80": 163 << 10,
-    "sm_86": 99 << 10,
-    "sm_87": 163 << 10,
-    "sm_89": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "sm_120": 99 << 10,
-}
+SCRIPT = Path(__file__).with_name("sm80_build.py")
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 # What is compiled for each architecture, and what the one with the least room must do besides.
 COMPILED = [(arch, d, d, "bfloat16", True) for arch in SHARED_BYTES for d in (128, 256)]
@@ -56,11 +44,6 @@ COMPILED += [
 ]
 
 
-def device(arch: str) -> Device:
-    """A GPU of an architecture; other sizes do not enter the program."""
-    return dataclasses.replace(nvidia_h200(), arch=arch, shared_bytes=SHARED_BYTES[arch])
-
-
 def disassembler() -> str | None:
     """cuobjdump from PATH or from the pip package."""
     found = shutil.which("cuobjdump")
@@ -70,38 +53,22 @@ def disassembler() -> str | None:
     return found
 
 
-def compile_default(arch: str, variant: Variant, library: Path) -> dict[str, Any]:
-    """Compile the default schedule of a variant; what the compiler says of it."""
-    where = device(arch)
-    schedule = schedule_class("sm80", variant.pass_).default(variant, where)
-    return compile_cuda.compile_library(variant, schedule, where, library)
-
-
-Built = dict[tuple[str, Variant], tuple[Path, Future[dict[str, Any]]]]
+def begin(items: list[pytest.Item], folder: Path) -> EarlyBuild | None:
+    """Start to compile what the selected tests look at."""
+    chosen = [
+        spec_of(str(p["arch"]), variant_of(**p))  # type: ignore[arg-type]
+        for p in parameters(items, "test_compiles_without_spills")
+    ]
+    return EarlyBuild(folder, SCRIPT, chosen) if shutil.which("nvcc") else None
 
 
 @pytest.fixture(scope="module")
-def built(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Built]:
-    """The modules that the selected tests look at, compiled by as many processes as cores."""
-    if shutil.which("nvcc") is None:
+def built(early: dict[str, Any]) -> Path:
+    """A folder of the modules of COMPILED."""
+    build: EarlyBuild | None = early[__name__]
+    if build is None:
         pytest.skip("nvcc is not on PATH: the portable kernels were not compiled")
-    folder = tmp_path_factory.mktemp("sm80")
-    chosen = [
-        (params["arch"], variant_of(**params))
-        for item in request.session.items
-        if getattr(item, "originalname", "") == "test_compiles_without_spills"
-        for params in [item.callspec.params]  # type: ignore[attr-defined]
-    ]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(usable_cores(), 8), mp_context=context) as pool:
-        running: Built = {}
-        for n, (arch, variant) in enumerate(chosen):
-            library = folder / f"{n}.so"
-            running[arch, variant] = library, pool.submit(compile_default, arch, variant, library)
-        yield running
-        pool.shutdown(cancel_futures=True)
+    return build.wait()
 
 
 def variant_of(
@@ -114,10 +81,10 @@ def variant_of(
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize(("arch", "d", "dv", "dtype", "causal"), COMPILED, ids=str)
 def test_compiles_without_spills(
-    arch: str, d: int, dv: int, dtype: DType, causal: bool, pass_: PassName, built: Built
+    arch: str, d: int, dv: int, dtype: DType, causal: bool, pass_: PassName, built: Path
 ) -> None:
-    library, compiled = built[arch, variant_of(d, dv, dtype, causal, pass_)]
-    facts = compiled.result()
+    library = built / f"{name_of(spec_of(arch, variant_of(d, dv, dtype, causal, pass_)))}.so"
+    facts = json.loads(library.with_suffix(".json").read_text())
     assert facts["arch"] == arch
     assert facts["spill_bytes"] == 0
     assert facts["warnings"] == []

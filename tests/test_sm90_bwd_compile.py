@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from early import HopperBuild, parameters
+from early import EarlyBuild, hopper_build, parameters
 from test_sm90_compile import disassembler
 
 from fa2tvm.cuda_toolchain import describe_compiler
@@ -36,7 +36,7 @@ SPECS = {
 }
 
 
-def begin(items: list[pytest.Item], folder: Path) -> HopperBuild | None:
+def begin(items: list[pytest.Item], folder: Path) -> EarlyBuild | None:
     """Start to compile what the selected tests look at."""
     tests = (
         "test_no_serialised_gemms",
@@ -45,13 +45,13 @@ def begin(items: list[pytest.Item], folder: Path) -> HopperBuild | None:
     )
     chosen = {p["name"] for test in tests for p in parameters(items, test)}
     specs = {n: f"pass_='backward',{spec}" for n, spec in SPECS.items() if n in chosen}
-    return HopperBuild(folder, specs) if describe_compiler() else None
+    return hopper_build(folder, specs) if describe_compiler() else None
 
 
 @pytest.fixture(scope="module")
 def built(early: dict[str, Any]) -> Path:
     """A folder of the selected SPECS."""
-    build: HopperBuild | None = early[__name__]
+    build: EarlyBuild | None = early[__name__]
     if build is None:
         pytest.skip("neither nvcc nor NVRTC is here: the Hopper kernels were not compiled")
     return build.wait()

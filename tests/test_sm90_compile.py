@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from early import HopperBuild, parameters
+from early import EarlyBuild, hopper_build, parameters
 
 from fa2tvm.cuda_toolchain import describe_compiler
 from fa2tvm.device import nvidia_h200
@@ -44,18 +44,18 @@ def disassembler() -> str | None:
     return found
 
 
-def begin(items: list[pytest.Item], folder: Path) -> HopperBuild | None:
+def begin(items: list[pytest.Item], folder: Path) -> EarlyBuild | None:
     """Start to compile what the selected tests look at."""
     chosen = {p["name"] for p in parameters(items, "test_no_spills_no_serialised_gemms")}
     chosen |= {p["name"] for p in parameters(items, "test_tensor_cores_through_wgmma")}
     specs = {name: spec for name, spec in SPECS.items() if name in chosen}
-    return HopperBuild(folder, specs) if describe_compiler() else None
+    return hopper_build(folder, specs) if describe_compiler() else None
 
 
 @pytest.fixture(scope="module")
 def built(early: dict[str, Any]) -> Path:
     """A folder of the selected SPECS."""
-    build: HopperBuild | None = early[__name__]
+    build: EarlyBuild | None = early[__name__]
     if build is None:
         pytest.skip("neither nvcc nor NVRTC is here: the Hopper kernels were not compiled")
     return build.wait()

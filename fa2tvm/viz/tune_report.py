@@ -131,11 +131,12 @@ def _progresses(logs: Sequence[Log]) -> Picture:
             axis.plot(ratios, [place] * len(ratios), "o", color=COLORS[0], markersize=3, alpha=0.5)
             best = max(ratios)
             axis.plot([best, best], [place - 0.36, place + 0.36], color=COLORS[1], linewidth=2)
-            axis.text(1.01, place, f"{best:.2f}", transform=axis.get_yaxis_transform(), va="center")
+            right = axis.get_yaxis_transform()
+            axis.text(1.01, place, f"{best:.2f}", transform=right, va="center", fontsize=7)
         axis.axvline(1, color=INK, linewidth=0.8, linestyle=":")
-        names = [f"{log.problem.name}, {log.device.slug}" for log in logs]
-        axis.set_yticks(range(len(logs)), names, fontsize=7)
-        axis.invert_yaxis()
+        names = [f"{log.problem.name}, {log.device.slug} {log.family}" for log in logs]
+        axis.set_yticks(range(len(logs)), names, fontsize=6)
+        axis.set_ylim(len(logs) - 0.4, -0.6)
         axis.set_xlim(left=0)
         axis.set_xlabel("default's time / its own (right of 1: faster than the default)")
         axis.grid(axis="x")
@@ -144,7 +145,7 @@ def _progresses(logs: Sequence[Log]) -> Picture:
         "Every candidate of every job. A dot is one candidate, an orange line and the figure at "
         "the right are the best of its job."
     )
-    return draw("overview", alt, (7.5, 0.3 * len(logs) + 0.8), paint)
+    return draw("overview", alt, (7.5, 0.15 * len(logs) + 0.8), paint)
 
 
 def _overview(logs: Sequence[Log]) -> str:
