@@ -28,6 +28,7 @@ COMPILED = [(arch, d, d, "bfloat16", True) for arch in SHARED_BYTES for d in (12
 COMPILED += [(arch, 64, 64, "bfloat16", True) for arch in ("sm_80", "sm_89", "sm_90")]
 # Another default than the causal one's.
 COMPILED += [(arch, 128, 128, "bfloat16", False) for arch in ("sm_90", "sm_100")]
+COMPILED += [("sm_100", 64, 128, "bfloat16", False)]
 COMPILED += [
     (arch, d, dv, dtype, causal)
     for arch in ("sm_89",)

@@ -122,8 +122,10 @@ class Sm80Forward(Schedule):
         # For sm_100 ptxas 13.0 spills 104 bytes of 128 columns that are not causal with four slots.
         stages = 3 if device.arch.startswith("sm_10") and wide > 96 else 4
         narrow = cls(128, keys, 4, stages, 2, q_in_registers=wide <= 64)
-        # For sm_120 ptxas 13.0 spills 24 bytes of 128 columns, for no other architecture.
-        most = 96 if device.arch.startswith("sm_12") else 128
+        # For sm_120 ptxas 13.0 spills 24 bytes of 128 columns, for sm_100 48 where only V has so
+        # many, with three slots too.
+        only_v = device.arch.startswith("sm_10") and variant.head_dim_qk <= 64
+        most = 96 if only_v or device.arch.startswith("sm_12") else 128
         candidates = [narrow, replace(narrow, stages=2)] if wide <= most else []
         candidates += [
             cls(64, 64, 4, 2, 2),
