@@ -39,7 +39,7 @@ from fa2tvm.tune.runner import Runner
 from fa2tvm.tune.space import Space
 
 DEVICE = detect()
-POINTS = 2
+POINTS = 3
 PROBLEM = Problem(Variant("forward", "float32", 16, 8, True), Shape(1, 2, 1, 64, 64))
 # Patient, so that a loaded machine makes no right point a hanging one.
 OPTIONS = Options(
