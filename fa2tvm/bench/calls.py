@@ -16,8 +16,8 @@ from fa2tvm.problem import DType
 from fa2tvm.workloads import Workload
 
 _ROUNDS, _CALLS, _WARM_UP, _WAKE_UP = 21, 400, 200, 20
-# Of each loop: measured within the first second, one of two equal workloads cost 1.4 times the other
-# on an H200's host (2026-12-01).
+# Of each loop: measured within the first second, the first of two workloads cost 1.4 times the
+# second on an H200's host (2026-12-01).
 _WARM_UP_S = 0.5
 # The idle threads of an OpenMP pool spin for up to 4 ms (libgomp) after whoever woke them, which is
 # as long as a whole round: without a pause F.scaled_dot_product_attention, which wakes a second
